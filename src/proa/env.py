@@ -1,0 +1,94 @@
+"""The only reader of os.environ. Owns the table of variables that are no settings; config/ owns the settings' twins.
+
+Only the outermost callers (cli, llm) read this; directories and switches then travel as arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from proa.errors import ConfigError
+
+PREFIX = "PROA_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """One variable that is not a setting of the engine, hence has no flag twin in config/fields.py."""
+
+    name: str
+    help: str
+    default: str
+
+
+CACHE_DIR = Variable(
+    name="PROA_CACHE_DIR",
+    help="where fetched recipes, compiled kernels and self-test verdicts are kept",
+    default="$XDG_CACHE_HOME/proa, else ~/.cache/proa",
+)
+CONFIG = Variable(name="PROA_CONFIG", help="the settings file to read where `--config` is not given", default="none")
+DEBUG = Variable(name="PROA_DEBUG", help="1: print a traceback with every error, as `--debug` does", default="0")
+OFFLINE = Variable(
+    name="PROA_OFFLINE", help="1: never use the network; a file that is not here is an error", default="0"
+)
+# Read by the test suite alone; listed because an unknown PROA_ name is an error.
+ORACLES = Variable(name="PROA_ORACLES", help="for tests: the directory of reference checkpoints", default="none")
+TEST_GGUF = Variable(name="PROA_TEST_GGUF", help="for tests: the real model's file", default="as fetched")
+VARIABLES = (CACHE_DIR, CONFIG, DEBUG, OFFLINE, ORACLES, TEST_GGUF)
+
+_SWITCH_WORDS = (("1", True), ("true", True), ("yes", True), ("on", True),
+                 ("0", False), ("false", False), ("no", False), ("off", False))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What the environment says. `variables` holds every PROA_ name that is set and not empty, known or not."""
+
+    variables: Mapping[str, str]
+    debug: bool
+    offline: bool
+    xdg_cache_home: str
+
+    @property
+    def cache_dir(self) -> Path:
+        """The cache directory, absolute, not created. Raises ConfigError where no home directory is known either."""
+        asked = self.variables.get(CACHE_DIR.name, "")
+        try:
+            if asked:
+                return Path(asked).expanduser().absolute()
+            # The XDG specification says to ignore a relative path.
+            base = Path(self.xdg_cache_home)
+            return (base if base.is_absolute() else Path.home() / ".cache") / "proa"
+        except RuntimeError as error:
+            raise ConfigError(
+                "config/no-cache-dir",
+                f"no directory for the cache: {error}",
+                hint=f"set {CACHE_DIR.name} to a directory that you own",
+            ) from error
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Read the process environment, or `environ` in its place."""
+    source = os.environ if environ is None else environ
+    variables = {name: value for name, value in source.items() if name.startswith(PREFIX) and value}
+    return Environment(
+        variables=variables,
+        debug=_switch(variables, DEBUG),
+        offline=_switch(variables, OFFLINE),
+        xdg_cache_home=source.get("XDG_CACHE_HOME", ""),
+    )
+
+
+def _switch(variables: Mapping[str, str], variable: Variable) -> bool:
+    text = variables.get(variable.name, variable.default)
+    for word, meaning in _SWITCH_WORDS:
+        if text.lower() == word:
+            return meaning
+    raise ConfigError(
+        "config/bad-value",
+        f"{variable.name} = {text!r} is not a switch.",
+        facts=["can be: " + ", ".join(word for word, _ in _SWITCH_WORDS)],
+    )
