@@ -1,0 +1,219 @@
+"""GGUF in the hub's words: config keys, tensor names and row orders of the architectures that Proa reads from GGUF.
+
+Owns the translation only. A metadata key or a tensor that has no translation keeps its stored name, so that it is
+listed or refused further on, never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from proa.checkpoint.gguf import GgufFile
+from proa.checkpoint.types import RopePermuted, TensorInfo
+from proa.errors import CheckpointError
+
+_ARCHITECTURES = MappingProxyType(
+    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+)
+_KEYS = MappingProxyType(
+    {
+        "block_count": "num_hidden_layers",
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "attention.sliding_window": "sliding_window",
+        "rope.freq_base": "rope_theta",
+    }
+)
+_SCALING = "rope.scaling."
+_SCALING_KEYS = MappingProxyType(
+    {
+        "rope.scale_linear": "factor",
+        "rope.scaling.factor": "factor",
+        "rope.scaling.type": "rope_type",
+        "rope.scaling.original_context_length": "original_max_position_embeddings",
+    }
+)
+# Not passed on as keys: compared with other facts, made into rope_scaling, or a remark without effect (finetuned).
+_CONSUMED = frozenset(
+    ("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.finetuned", *_SCALING_KEYS)
+)
+_NAMES = MappingProxyType(
+    {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "rope_freqs": "rope_freqs",
+    }
+)
+_LAYER_NAMES = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+)
+_TOKENIZER = "tokenizer.ggml."
+_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def hub_config(gguf: GgufFile) -> dict[str, Any]:
+    """What config.json would say. Unknown keys of the architecture's prefix are kept as stored (`llama.foo.bar`)."""
+    arch = _architecture(gguf)
+    prefix = f"{arch}."
+    own = {key[len(prefix) :]: value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+    config: dict[str, Any] = {"architectures": [_ARCHITECTURES[arch]], "model_type": arch}
+    for key, value in own.items():
+        if key in _KEYS:
+            config[_KEYS[key]] = value
+        elif key not in _CONSUMED and not key.startswith(_SCALING):
+            config[prefix + key] = value
+    stored = {tensor.name: tensor for tensor in gguf.tensors}
+    if "token_embd.weight" in stored:
+        config["vocab_size"] = stored["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in stored
+    config |= _biases(arch, stored)
+    config |= _partial_rotary(own, config)
+    config |= _rope(gguf, own, has_factors="rope_freqs.weight" in stored)
+    _refuse_contradictions(gguf, own, config)
+    return config
+
+
+def hub_tensors(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Tensors by hub name. llama's q and k rows are marked as permuted (its converter interleaves the rope halves)."""
+    heads = _row_heads(config) if _architecture(gguf) == "llama" else {}
+    tensors: dict[str, TensorInfo] = {}
+    for tensor in gguf.tensors:
+        name = hub_name(tensor.stored_name)
+        if name in tensors:
+            names = f"{tensors[name].stored_name} and {tensor.stored_name}"
+            raise CheckpointError("checkpoint/duplicate-tensor", f"{gguf.path.name}: {names} both stand for {name}")
+        count = heads.get(name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2])
+        order = RopePermuted(heads=count) if count is not None else None
+        tensors[name] = replace(tensor, name=name, row_order=order)
+    return tensors
+
+
+def hub_name(stored: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name without translation stays as it is."""
+    body, _, kind = stored.rpartition(".")
+    if kind not in ("weight", "bias"):
+        return stored
+    if body in _NAMES:
+        return f"{_NAMES[body]}.{kind}"
+    parts = body.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{kind}"
+    return stored
+
+
+def hub_generation(gguf: GgufFile) -> dict[str, Any]:
+    """What generation_config.json would say: where text begins and which ids end it."""
+    ends = [gguf.metadata[_TOKENIZER + key] for key in _END_IDS if _TOKENIZER + key in gguf.metadata]
+    unique = list(dict.fromkeys(ends))
+    generation: dict[str, Any] = {"eos_token_id": unique[0] if len(unique) == 1 else unique} if unique else {}
+    for key, stored in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
+        if _TOKENIZER + stored in gguf.metadata:
+            generation[key] = gguf.metadata[_TOKENIZER + stored]
+    return generation
+
+
+def tokenizer_metadata(gguf: GgufFile) -> dict[str, Any]:
+    """`tokenizer.ggml.*` without that prefix."""
+    return {key.removeprefix(_TOKENIZER): value for key, value in gguf.metadata.items() if key.startswith(_TOKENIZER)}
+
+
+def _architecture(gguf: GgufFile) -> str:
+    kind, arch = gguf.metadata.get("general.type", "model"), gguf.metadata.get("general.architecture")
+    if kind != "model":
+        raise CheckpointError("checkpoint/wrong-form", f"{gguf.path.name}: is a GGUF {kind}, not a model")
+    if gguf.metadata.get("split.count", 1) not in (0, 1):
+        raise CheckpointError(
+            "checkpoint/gguf-split",
+            f"{gguf.path.name}: is one part of {gguf.metadata['split.count']} (split.count); split GGUF is not read",
+            hint="merge the parts into one file first (llama-gguf-split --merge)",
+        )
+    if not isinstance(arch, str) or arch not in _ARCHITECTURES:
+        raise CheckpointError(
+            "checkpoint/gguf-architecture",
+            f"{gguf.path.name}: the architecture {arch!r} is not read from GGUF",
+            facts=[f"read: {', '.join(_ARCHITECTURES)}"],
+        )
+    return arch
+
+
+def _biases(arch: str, stored: Iterable[str]) -> dict[str, bool]:
+    """Config keys that follow from tensors. Qwen2 has q, k and v biases always, and no key for them."""
+    kinds = {name.rpartition(".")[0].rpartition(".")[2] for name in stored if name.endswith(".bias")}
+    flags: dict[str, bool] = {}
+    if arch != "qwen2" and kinds & {"attn_q", "attn_k", "attn_v", "attn_output"}:
+        flags["attention_bias"] = True
+    if kinds & {"ffn_gate", "ffn_up", "ffn_down"}:
+        flags["mlp_bias"] = True
+    return flags
+
+
+def _rope(gguf: GgufFile, own: Mapping[str, Any], *, has_factors: bool) -> dict[str, Any]:
+    """rope_scaling, when there is any. Stored factors (rope_freqs.weight) are a scaling of their own."""
+    named = {_SCALING_KEYS[key]: own[key] for key in _SCALING_KEYS if key in own}
+    named |= {key.removeprefix(_SCALING): own[key] for key in own if key.startswith(_SCALING) and key not in _CONSUMED}
+    # A factor without a kind is a linear one, as in ggml.
+    kind = named.setdefault("rope_type", "linear" if "factor" in named else "none")
+    if has_factors and kind != "none":
+        raise _contradiction(gguf, f"rope.scaling.type is {kind!r}, but rope_freqs.weight is stored too")
+    if has_factors:
+        return {"rope_scaling": {"rope_type": "factors"}}
+    return {} if kind == "none" else {"rope_scaling": named}
+
+
+def _refuse_contradictions(gguf: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Facts that are stored twice must agree."""
+    head_dim, rows = _head_dim(config), config.get("vocab_size")
+    if own.get("attention.value_length", head_dim) != head_dim:
+        raise _contradiction(gguf, f"attention.value_length is {own['attention.value_length']}, key_length {head_dim}")
+    if own.get("vocab_size", rows) != rows:
+        raise _contradiction(gguf, f"vocab_size is {own['vocab_size']}, but token_embd.weight has {rows} rows")
+
+
+def _partial_rotary(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """partial_rotary_factor, when fewer (or more) dimensions than the head's are rotated."""
+    head_dim = _head_dim(config)
+    rotated = own.get("rope.dimension_count", head_dim)
+    if rotated == head_dim:
+        return {}
+    numbers = type(rotated) is int and type(head_dim) is int and head_dim > 0
+    return {"partial_rotary_factor": rotated / head_dim if numbers else rotated}
+
+
+def _head_dim(config: Mapping[str, Any]) -> Any:
+    """The stored head size, else hidden / heads; None where the metadata does not allow to say."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if config.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads > 0:
+        return hidden // heads
+    return config.get("head_dim")
+
+
+def _row_heads(config: Mapping[str, Any]) -> dict[str, int]:
+    """Head counts by which q and k rows are permuted. A count of another type is the config view's error, later."""
+    query = config.get("num_attention_heads")
+    keys = config.get("num_key_value_heads", query)
+    return {name: count for name, count in (("q_proj", query), ("k_proj", keys)) if type(count) is int and count > 0}
+
+
+def _contradiction(gguf: GgufFile, what: str) -> CheckpointError:
+    return CheckpointError("checkpoint/gguf-contradiction", f"{gguf.path.name}: {what}")
