@@ -1,0 +1,22 @@
+"""Mistral dense models, with or without a sliding window. Owns no tensors."""
+
+from __future__ import annotations
+
+from proa.arch import common
+from proa.arch.decoder import DecoderSpec
+from proa.arch.family import Family
+from proa.checkpoint.hf_config import HFView
+
+
+def parse(c: HFView) -> DecoderSpec:
+    window = common.positive(c, "sliding_window") if c.has("sliding_window") else None
+    return common.decoder(
+        c,
+        "mistral",
+        mixer=common.attention(c, qkv_bias=False, output_bias=False, qk_norm=None),
+        mlp=common.ffn(c, bias=False),
+        layer_windows=common.windows(c, window=window, full_layers=0),
+    )
+
+
+FAMILY = Family(name="mistral", architectures=("MistralForCausalLM",), parse=parse, weights=common.decoder_rules)

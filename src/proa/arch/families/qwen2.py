@@ -1,0 +1,21 @@
+"""Qwen2 and Qwen2.5 dense models: biased q, k and v; an optional sliding window in the upper layers."""
+
+from __future__ import annotations
+
+from proa.arch import common
+from proa.arch.decoder import DecoderSpec
+from proa.arch.family import Family
+from proa.checkpoint.hf_config import HFView
+
+
+def parse(c: HFView) -> DecoderSpec:
+    return common.decoder(
+        c,
+        "qwen2",
+        mixer=common.attention(c, qkv_bias=True, output_bias=False, qk_norm=None),
+        mlp=common.ffn(c, bias=False),
+        layer_windows=common.qwen_windows(c),
+    )
+
+
+FAMILY = Family(name="qwen2", architectures=("Qwen2ForCausalLM",), parse=parse, weights=common.decoder_rules)
