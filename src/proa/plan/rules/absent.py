@@ -1,0 +1,67 @@
+"""Knobs of blocks that a model does not have: linear attention and mixture of experts, in dense models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from proa.choice import Choice
+from proa.conditions import Source
+from proa.errors import PlanError
+from proa.plan.context import RunnerContext
+from proa.plan.decision import Decision, Note
+from proa.plan.rules.settle import names_role, show, spelled
+from proa.plan.runner_plan import PhasePlan
+from proa.units import Role
+
+
+def linear_attention(ctx: RunnerContext, facts: Mapping[str, Any]) -> PhasePlan:
+    def phase(name: str, ask: Choice[str]) -> Decision[None]:
+        why = "0 linear-attention layers"
+        return _nothing(
+            ctx.role, f"linear_attention.{name}", ask, why, {"spec.linear_layers": facts["spec.linear_layers"]}
+        )
+
+    ask = ctx.intent
+    return PhasePlan(
+        prefill=phase("prefill", ask.linear_attention_prefill),
+        decode=phase("decode", ask.linear_attention_decode),
+        verify=phase("verify", ask.linear_attention_verify),
+    )
+
+
+def moe_kernel(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[None]:
+    read = {"spec.moe_layers": facts["spec.moe_layers"]}
+    return _nothing(ctx.role, "moe_kernel", ctx.intent.moe_kernel, "0 MoE layers", read)
+
+
+def shared_experts(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[None]:
+    read = {"spec.moe_layers": facts["spec.moe_layers"]}
+    return _nothing(ctx.role, "shared_experts", ctx.intent.shared_experts, "no shared experts", read)
+
+
+def _nothing(role: Role, knob: str, ask: Choice[Any], why: str, inputs: Mapping[str, Any]) -> Decision[None]:
+    """The knob does not apply.
+
+    An ask that names this runner is an error. One that names no runner speaks to those that have the block, so it
+    must not fail the other runner: it stays as a note.
+    """
+    if not ask.is_auto and names_role(ask):
+        raise PlanError(
+            "plan/does-not-apply",
+            f"{knob} = {show(ask.value)} was asked for{spelled(ask)}, but this model has {why}.",
+            role=role.value,
+        )
+    asked = Note(
+        condition=f"{knob}.ask", reason=f"{show(ask.value)} was asked for{spelled(ask)}; nothing to apply it to"
+    )
+    return Decision(
+        knob=knob,
+        value=None,
+        requested=ask,
+        source=Source.CHECKPOINT,
+        rule=f"{knob}.absent",
+        reason=why,
+        inputs=inputs,
+        notes=() if ask.is_auto else (asked,),
+    )

@@ -1,0 +1,74 @@
+"""Kernels of attention and matmul, and the numerics that they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from proa.choice import Choice
+from proa.conditions import Blocked, Blocks, Condition, FactView, Source
+from proa.kernels.catalog import CATALOG, kernels_for, phase_op
+from proa.plan.context import RunnerContext
+from proa.plan.decision import Decision
+from proa.plan.rules.settle import Knob, Option, settle
+from proa.plan.runner_plan import PhasePlan
+from proa.units import Numerics, Phase
+
+
+def attention(ctx: RunnerContext, facts: Mapping[str, Any]) -> PhasePlan:
+    """One kernel per phase; a phase does not look at another."""
+    ask = ctx.intent
+    return PhasePlan(
+        prefill=_kernel(ctx, facts, phase_op("attention", Phase.PREFILL), ask.attention_prefill),
+        decode=_kernel(ctx, facts, phase_op("attention", Phase.DECODE), ask.attention_decode),
+        verify=_kernel(ctx, facts, phase_op("attention", Phase.VERIFY), ask.attention_verify),
+    )
+
+
+def matmul(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
+    return _kernel(ctx, facts, "matmul", ctx.intent.matmul_kernel, knob="matmul_kernel")
+
+
+def _kernel(
+    ctx: RunnerContext, facts: Mapping[str, Any], op: str, ask: Choice[str], knob: str | None = None
+) -> Decision[str]:
+    """The best-ranked kernel of the catalogue that can run."""
+    options = tuple(
+        Option(
+            value=kernel.backend,
+            rule=f"kernel.{kernel.backend}",
+            reason="best kernel that can run",
+            source=Source.DEFAULT,
+            requires=kernel.requires,
+        )
+        for kernel in kernels_for(op)
+    )
+    return settle(Knob(name=knob or op, role=ctx.role, ask=ask, is_capability=True), facts, options)
+
+
+def _exact_kernels(facts: FactView) -> Blocked | None:
+    lacking = facts["kernels.not_exact"]
+    if not lacking:
+        return None
+    return Blocked("the reference kernels are not row-invariant", Source.HARDWARE)
+
+
+EXACT = Condition(id="numerics.exact_kernels", reads=("kernels.not_exact",), blocks=Blocks.ALWAYS, check=_exact_kernels)
+
+
+def numerics(
+    ctx: RunnerContext, facts: Mapping[str, Any], attention: PhasePlan, matmul: Decision[str]
+) -> Decision[Numerics]:
+    """Exact where every chosen kernel is, else fast."""
+    chosen = {d.knob: d.value for d in (attention.prefill, attention.decode, attention.verify)} | {
+        "matmul": matmul.value
+    }
+    inexact = [k.op for k in CATALOG if chosen[k.op] == k.backend and not k.exact]
+    exact = Option(
+        value=Numerics.EXACT, rule="numerics.exact", reason="all kernels are", source=Source.HARDWARE, requires=(EXACT,)
+    )
+    fast = Option(
+        value=Numerics.FAST, rule="numerics.fast", reason="rounding may differ by batch", source=Source.DEFAULT
+    )
+    knob = Knob(name="numerics", role=ctx.role, ask=ctx.intent.numerics, is_capability=True)
+    return settle(knob, {**facts, "kernels.not_exact": inexact}, (exact, fast))

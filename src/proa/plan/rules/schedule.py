@@ -1,0 +1,87 @@
+"""Limits of one step and of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from proa.choice import Choice
+from proa.conditions import Blocked, Blocks, Condition, FactView, Source
+from proa.errors import CacheExhausted
+from proa.plan.decision import Decision
+from proa.plan.rules.settle import Knob, Option, settle, spelled
+
+MAX_NUM_SEQS = 32
+PREFILL_CHUNK = 512
+
+
+def max_num_seqs(ask: Choice[int]) -> Decision[int]:
+    reason = "more requests hardly raise the throughput of a CPU, and each one waits longer"
+    return _number("max_num_seqs", ask, MAX_NUM_SEQS, reason)
+
+
+def prefill_chunk(ask: Choice[int]) -> Decision[int]:
+    reason = "long enough to be compute-bound, short enough not to stall running requests"
+    return _number("prefill_chunk", ask, PREFILL_CHUNK, reason)
+
+
+def _number(knob: str, ask: Choice[int], default: int, reason: str) -> Decision[int]:
+    auto = Option(value=default, rule=f"{knob}.default", reason=reason, source=Source.DEFAULT)
+    asked = Option(value=ask.value or default, rule="", reason="", source=Source.ASKED)
+    return settle(Knob(name=knob, role=None, ask=ask), {}, (auto,), asked=asked)
+
+
+def _trained(facts: FactView) -> Blocked | None:
+    asked, trained = facts["asked.max_model_len"], facts["spec.max_positions"]
+    if asked <= trained:
+        return None
+    return Blocked(f"{asked} is more than the {trained} positions that the model was trained for", Source.CHECKPOINT)
+
+
+TRAINED = Condition(
+    id="max_model_len.trained",
+    reads=("asked.max_model_len", "spec.max_positions"),
+    blocks=Blocks.ALWAYS,
+    check=_trained,
+)
+
+
+def max_model_len(ask: Choice[int], facts: Mapping[str, Any]) -> Decision[int]:
+    """Longest prompt and answer together: the trained length, or what the pages hold where that is less.
+
+    `facts` has `spec.max_positions` of the target. Memory is looked at by `within_pages`, once the pages are known.
+    """
+    trained = facts["spec.max_positions"]
+    auto = Option(
+        value=trained,
+        rule="max_model_len.trained",
+        reason="the trained length",
+        source=Source.CHECKPOINT,
+        reads=("spec.max_positions",),
+    )
+    asked = Option(value=ask.value or trained, rule="", reason="", source=Source.ASKED, requires=(TRAINED,))
+    knob = Knob(name="max_model_len", role=None, ask=ask)
+    return settle(knob, {**facts, "asked.max_model_len": ask.value}, (auto,), asked=asked)
+
+
+def within_pages(decision: Decision[int], capacity: int, pages: Decision[int]) -> Decision[int]:
+    """The length again, once `capacity` rows of cache are known: one request alone must always be able to finish.
+
+    Raises CacheExhausted when a length that was asked for does not fit.
+    """
+    inputs = {**pages.inputs, **decision.inputs, "memory.capacity_tokens": capacity}
+    if decision.value <= capacity:
+        return replace(decision, inputs=inputs)
+    if decision.source is Source.ASKED:
+        raise CacheExhausted(
+            "memory/length-does-not-fit",
+            f"max_model_len = {decision.value} was asked for{spelled(decision.requested)}, "
+            f"but the KV pages hold {capacity} tokens.",
+            facts=(f"pages: {pages.reason}",),
+            hint=f"--max-model-len {capacity}, or more --kv-memory",
+        )
+    reason = f"the pages hold {capacity} tokens, fewer than the trained {decision.value}"
+    return replace(
+        decision, value=capacity, source=Source.HARDWARE, rule="max_model_len.pages", reason=reason, inputs=inputs
+    )

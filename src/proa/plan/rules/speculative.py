@@ -1,0 +1,118 @@
+"""Whether and how proposals are made, how many tokens each has, how they are verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any
+
+from proa.choice import Choice
+from proa.conditions import Blocked, Blocks, Condition, FactView, Source
+from proa.config.intent import RunnerIntent, SpeculativeIntent
+from proa.errors import PlanError
+from proa.plan.decision import Decision
+from proa.plan.rules.settle import Knob, Option, names_role, settle, show, spelled
+from proa.units import Algorithm, Verification
+
+LENGTHS: Mapping[Algorithm, tuple[int, str]] = MappingProxyType(
+    {
+        Algorithm.STANDALONE: (
+            4,
+            "each proposed token costs a pass of the draft, and later ones are accepted less often",
+        ),
+        Algorithm.NGRAM: (6, "proposals cost nothing to make; seven rows still share one pass over the weights"),
+    }
+)
+
+
+def _has_draft(facts: FactView) -> Blocked | None:
+    return None if facts["draft.given"] else Blocked("no draft checkpoint was given (--draft PATH)", Source.CONSTRAINT)
+
+
+def _no_draft(facts: FactView) -> Blocked | None:
+    given = facts["draft.given"]
+    return Blocked("contradiction: a draft checkpoint was given (--draft) too", Source.CONSTRAINT) if given else None
+
+
+def _in_this_version(_: FactView) -> Blocked:
+    return Blocked("not in this version of Proa; it comes later", Source.CONSTRAINT)
+
+
+def _only_asked(_: FactView) -> Blocked:
+    return Blocked("helps only where the answer repeats its context: only when asked for", Source.DEFAULT)
+
+
+HAS_DRAFT = Condition(id="speculative.has_draft", reads=("draft.given",), blocks=Blocks.ALWAYS, check=_has_draft)
+NO_DRAFT = Condition(id="speculative.no_draft", reads=("draft.given",), blocks=Blocks.ALWAYS, check=_no_draft)
+LATER = Condition(id="speculative.later", reads=(), blocks=Blocks.ALWAYS, check=_in_this_version)
+ASKED = Condition(id="speculative.only_asked", reads=(), blocks=Blocks.AUTO, check=_only_asked)
+
+REQUIRES: Mapping[Algorithm, tuple[Condition, ...]] = MappingProxyType(
+    {
+        Algorithm.STANDALONE: (HAS_DRAFT,),
+        Algorithm.NONE: (NO_DRAFT,),
+        Algorithm.NGRAM: (NO_DRAFT, ASKED),
+        **dict.fromkeys((Algorithm.NEXTN, Algorithm.EAGLE3, Algorithm.DFLASH, Algorithm.DSPARK), (LATER,)),
+    }
+)
+
+
+def algorithm(ask: Choice[Algorithm], facts: Mapping[str, Any]) -> Decision[Algorithm]:
+    """Standalone with a draft checkpoint, else none. Contradictions between the ask and the files are errors."""
+    options = [
+        Option(
+            value=value,
+            rule=f"speculative.{value.value}",
+            reason="a draft checkpoint was given" if value is Algorithm.STANDALONE else "as asked",
+            source=Source.CHECKPOINT,
+            requires=requires,
+        )
+        for value, requires in REQUIRES.items()
+    ]
+    return settle(Knob(name="speculative", role=None, ask=ask), facts, options)
+
+
+def num_draft_tokens(ask: Choice[int], chosen: Algorithm) -> Decision[int]:
+    """Longest proposal per step; 0 is plain decoding."""
+    length, reason = LENGTHS[chosen]
+    auto = Option(value=length, rule=f"num_draft_tokens.{chosen.value}", reason=reason, source=Source.DEFAULT)
+    asked = Option(value=ask.value or 0, rule="", reason="", source=Source.ASKED)
+    return settle(Knob(name="num_draft_tokens", role=None, ask=ask), {}, (auto,), asked=asked)
+
+
+def verification(ask: Choice[Verification]) -> Decision[Verification]:
+    """Coupled unless asked otherwise."""
+    coupled = "token for token what plain decoding gives"
+    options = (
+        Option(value=Verification.COUPLED, rule="verification.coupled", reason=coupled, source=Source.DEFAULT),
+        Option(value=Verification.REJECTION, rule="verification.rejection", reason="", source=Source.ASKED),
+    )
+    return settle(Knob(name="verification", role=None, ask=ask), {}, options)
+
+
+def refuse_idle_asks(ask: SpeculativeIntent, chosen: Algorithm) -> None:
+    """An ask for a proposal length with nothing that proposes is an error, unless `none` was asked for by name."""
+    length = ask.num_draft_tokens
+    if chosen is Algorithm.NONE and ask.algorithm.is_auto and length.value:
+        raise PlanError(
+            "plan/nothing-proposes",
+            f"num_draft_tokens = {length.value} was asked for{spelled(length)}, but nothing proposes.",
+            hint="--draft PATH for a draft model, or --speculative ngram",
+        )
+
+
+def refuse_draft_asks(draft: RunnerIntent, chosen: Algorithm) -> None:
+    """A setting that names the draft, without a draft runner, is an error; one that names no runner is the target's."""
+    asked: tuple[tuple[str, Choice[Any]], ...] = tuple(
+        (leaf.name, getattr(draft, leaf.name)) for leaf in fields(draft) if leaf.name != "path"
+    )
+    for name, choice in asked:
+        if not choice.is_auto and names_role(choice):
+            raise PlanError(
+                "plan/no-draft-runner",
+                f"{name} = {show(choice.value)} was asked for{spelled(choice)}, but there is no draft runner.",
+                role="draft",
+                facts=(f"speculative = {chosen.value}",),
+                hint="--draft PATH",
+            )
