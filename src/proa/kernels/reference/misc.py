@@ -1,0 +1,68 @@
+"""The dense ops in plain torch: linear maps, RMS norm, rotary embedding, gated MLP. What other backends must match.
+
+Norms and rotations are computed in float32, whatever the compute dtype. Legend: kernels/seam.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from proa.kernels.seam import HeadNorm, Heads, LayerKV, Packed, RopeRows
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """X / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+
+
+def rotate(x: torch.Tensor, rope: RopeRows) -> torch.Tensor:
+    """Rotate x [T, N, d] float32. Elements past the rotary size stay as they are."""
+    size = rope.cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], rope), x[..., size:]), dim=-1)
+    return torch.addcmul(x * rope.cos, x.roll(size // 2, dims=-1), rope.sin)
+
+
+class ReferenceDense:
+    """DenseOps in stock torch. `pack` keeps the weight as it is."""
+
+    name = "reference"
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+        return Packed(weight=weight, bias=bias, in_features=weight.shape[1], out_features=weight.shape[0])
+
+    def matmul(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        return F.linear(x, packed.weight, packed.bias)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+        return rms_norm(x, weight, eps).to(dtype)
+
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return self.norm(x.add_(delta), weight, eps, dtype)
+
+    def attn_in(
+        self,
+        x: torch.Tensor,
+        qkv: Packed,
+        heads: Heads,
+        norm: HeadNorm | None,
+        rope: RopeRows,
+        kv: LayerKV,
+        write_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        rows = self.matmul(x, qkv).view(x.shape[0], heads.query + 2 * heads.key_value, heads.size)
+        rotated, values = rows.split_with_sizes((heads.query + heads.key_value, heads.key_value), dim=1)
+        rotated = rotated.float()
+        if norm is not None:
+            rotated = rms_norm(rotated, None, norm.eps) * norm.weight
+        queries, keys = rotate(rotated, rope).to(x.dtype).split_with_sizes((heads.query, heads.key_value), dim=1)
+        kv.keys.index_copy_(0, write_slots, keys.to(kv.keys.dtype))
+        kv.values.index_copy_(0, write_slots, values.to(kv.values.dtype))
+        return queries
+
+    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
+        gate, up = self.matmul(x, gate_up).chunk(2, dim=-1)
+        return self.matmul(F.silu(gate) * up, down)

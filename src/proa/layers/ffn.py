@@ -1,0 +1,23 @@
+"""Gated MLP."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from proa.layers.base import BuildContext
+from proa.layers.linear import ColumnLinear, RowLinear
+
+
+class FFN(nn.Module):
+    """Normed rows [T, D] -> down(silu(gate(x)) * up(x)) [T, D]."""
+
+    def __init__(self, ctx: BuildContext) -> None:
+        super().__init__()
+        self.gate_up = ColumnLinear(ctx.child("gate_up"))
+        self.down = RowLinear(ctx.child("down"))
+        self._kernels = ctx.kernels
+        self._mesh = ctx.mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mesh.sum(self._kernels.ffn(x, self.gate_up.packed, self.down.packed))

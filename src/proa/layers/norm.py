@@ -1,0 +1,31 @@
+"""RMSNorm over the residual stream, which is float32 in every model."""
+
+from __future__ import annotations
+
+import torch
+
+from proa.arch.blocks import NormSpec
+from proa.kernels.bind import KernelSet
+from proa.layers.base import BuildContext, Layer
+
+
+class RMSNorm(Layer):
+    """float32 residual [T, D] -> normed rows in the compute dtype."""
+
+    scale: torch.Tensor  # the weight in float32, once it is loaded
+
+    def __init__(self, ctx: BuildContext, spec: NormSpec) -> None:
+        super().__init__()
+        self.weight = ctx.parameter("weight")
+        self._eps = spec.eps
+        self._dtype = ctx.dtype
+        self._kernels = ctx.kernels
+
+    def finish(self, kernels: KernelSet) -> None:
+        self.scale = self.weight.detach().float()
+
+    def forward(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """Normed residual; `delta`, the output of the block before, is first added to `residual` in place."""
+        if delta is None:
+            return self._kernels.norm(residual, self.scale, self._eps, self._dtype)
+        return self._kernels.add_norm(residual, delta, self.scale, self._eps, self._dtype)

@@ -1,0 +1,45 @@
+"""From a planned runner to a model with filled weights and a closed ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proa.checkpoint.open import require_data
+from proa.dist.mesh import SINGLE
+from proa.kernels.bind import bind
+from proa.layers.base import BuildContext, kernel_names
+from proa.layers.decoder import Decoder
+from proa.loading.apply import load_weights
+from proa.loading.ledger import LoadLedger
+from proa.loading.progress import Progress
+from proa.plan.planned import Planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltModel:
+    model: Decoder
+    ledger: LoadLedger
+
+
+def construct(planned: Planned) -> Decoder:
+    """The model with unfilled parameters, on the plan's device (`meta` costs nothing) and with kernels of its own."""
+    context = BuildContext(
+        plan=planned.plan,
+        table=planned.parameters,
+        mesh=SINGLE,
+        kernels=bind(kernel_names(planned.plan)),
+        prefix="",
+    )
+    return Decoder(context, planned.spec).eval()
+
+
+def build(planned: Planned, progress: Progress) -> BuiltModel:
+    """Load one runner. Refuses (WeightError, exit 3) before reading any data when headers show that it cannot fit."""
+    ledger = LoadLedger(planned)
+    ledger.refuse_findings()
+    require_data(planned.checkpoint)
+    model = construct(planned)
+    load_weights(dict(model.named_parameters()), ledger, progress)
+    ledger.close()
+    model.finish()
+    return BuiltModel(model=model, ledger=ledger)

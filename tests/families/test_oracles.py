@@ -1,0 +1,145 @@
+"""Logits and greedy tokens of reference checkpoints equal those of transformers, however requests are batched and cut.
+
+The checkpoints and their reference.npz are written by another program; PROA_ORACLES names their directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from proa.runner.runner import Runner
+from proa.units import Phase
+from tests.factories.runners import Rows, runner_of
+
+pytestmark = pytest.mark.oracle
+
+NAMES = ("llama", "llama_sharded", "qwen2", "qwen3", "mistral", "mistral_swa")
+TOLERANCE = 2e-4
+CLEAR = 1e-3  # greedy tokens must agree where the reference's best logit leads by more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """`logits` [prompt rows, V]; `margins[i]`: how far `greedy[i]` led."""
+
+    prompt: list[int]
+    logits: torch.Tensor
+    greedy: list[int]
+    margins: list[float]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def path(request: pytest.FixtureRequest, oracle_dir: Path) -> Path:
+    folder = oracle_dir / request.param
+    if not folder.is_dir():
+        pytest.skip(f"PROA_ORACLES has no {request.param}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path) -> Reference:
+    assert json.loads((path / "reference.json").read_text())["dtype"] == "float32"
+    with np.load(path / "reference.npz") as arrays:
+        return Reference(
+            prompt=arrays["prompt"].tolist(),
+            logits=torch.from_numpy(arrays["logits"]),
+            greedy=arrays["greedy"].tolist(),
+            margins=arrays["margins"].tolist(),
+        )
+
+
+@pytest.fixture(scope="module")
+def runners(path: Path) -> Callable[[int], Runner]:
+    """`runners(page_size)`, loaded once each."""
+    built: dict[int, Runner] = {}
+
+    def runner(page_size: int) -> Runner:
+        if page_size not in built:
+            built[page_size] = runner_of(path, dtype="float32", page_size=page_size)
+        return built[page_size]
+
+    return runner
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (logits - expected).abs().max().item() < TOLERANCE
+
+
+def assert_greedy(tokens: list[int], reference: Reference) -> None:
+    """Equal up to the first unclear step; after that the sequences may part."""
+    for token, expected, margin in zip(tokens, reference.greedy, reference.margins, strict=True):
+        if token != expected:
+            assert margin <= CLEAR
+            return
+
+
+def greedy(rows: Rows, first: torch.Tensor, count: int) -> list[list[int]]:
+    """`count` tokens of every request, decoded in one batch; `first` [B, V] are the logits after the prompts."""
+    tokens = [first.argmax(dim=-1).tolist()]
+    for _ in range(count - 1):
+        tokens.append(rows.decode(tokens[-1]).argmax(dim=-1).tolist())
+    return [list(request) for request in zip(*tokens, strict=True)]
+
+
+@pytest.mark.parametrize("page_size", [16, 4])
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_one_request(reference: Reference, runners: Callable[[int], Runner], page_size: int, chunk: int) -> None:
+    rows = Rows(runners(page_size), 1, 128)
+    prompt = reference.prompt
+    logits = torch.cat([rows.prefill(0, prompt[at : at + chunk]) for at in range(0, len(prompt), chunk)])
+    assert_close(logits, reference.logits)
+    assert_greedy(greedy(rows, logits[-1:], 32)[0], reference)
+
+
+@pytest.mark.parametrize("page_size", [16, 4])
+def test_eight_requests_of_different_lengths_in_one_batch(
+    reference: Reference, runners: Callable[[int], Runner], page_size: int
+) -> None:
+    """Prefilled together, then each fed the rest of the reference's own text: every row must match it."""
+    text = reference.prompt + reference.greedy[:-1]
+    lengths = [76, 1, 5, 33, 64, 17, 70, 48]
+    rows = Rows(runners(page_size), 8, 128)
+    spans = [rows.span(i, Phase.PREFILL, text[:length]) for i, length in enumerate(lengths)]
+    parts = rows.runner.forward(spans).logits.split(lengths)
+    for part, length in zip(parts, lengths, strict=True):
+        assert_close(part, reference.logits[:length])
+    last = torch.stack([part[-1] for part in parts])
+    steps = [rows.decode([text[length + step] for length in lengths]) for step in range(31)]
+    for step, logits in enumerate(steps):
+        for row, length in enumerate(lengths):
+            if length + step < len(reference.prompt):
+                assert_close(logits[row], reference.logits[length + step])
+    assert_greedy([int(logits[0].argmax()) for logits in (last, *steps)], reference)
+
+
+def test_verify_rows_and_chunks_of_seven_in_one_batch(reference: Reference, runners: Callable[[int], Runner]) -> None:
+    """Four requests prefill in chunks of 7 while four others verify ragged rows of the same text."""
+    prompt, counts = reference.prompt, [1, 4, 2, 3]
+    rows = Rows(runners(4), 8, 128)
+    at = [0] * 8
+    while at[0] < len(prompt):
+        spans = []
+        for request in range(8):
+            count = 7 if request < 4 else counts[request - 4]
+            phase = Phase.PREFILL if request < 4 else Phase.VERIFY
+            if part := prompt[at[request] : at[request] + count]:
+                spans.append((request, rows.span(request, phase, part)))
+        logits = rows.runner.forward([span for _, span in spans]).logits.split([len(span.tokens) for _, span in spans])
+        for (request, span), part in zip(spans, logits, strict=True):
+            assert_close(part, reference.logits[span.start : span.end])
+            at[request] = span.end
+
+
+def test_a_wrong_weight_is_noticed(reference: Reference, path: Path) -> None:
+    """The reverse: one norm weight off by 1 % moves the logits past the tolerance."""
+    runner = runner_of(path, dtype="float32")
+    runner._model.layers[0].ffn_norm.scale.mul_(1.01)
+    logits = Rows(runner, 1, 128).prefill(0, reference.prompt)
+    assert (logits - reference.logits).abs().max().item() > TOLERANCE
