@@ -1,0 +1,104 @@
+"""The seam between drafters, verifier and engine: what goes in, what comes out. Owns no algorithm.
+
+Legend: B requests of the step, K tokens of the longest proposal, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from proa.sampling.sampler import TokenLogprobs
+from proa.sampling.state import SamplingState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """What a drafter may know of one request.
+
+    `tokens` is prompt + output; the last one is the anchor, whose row is in no cache yet. `limit` is the longest
+    proposal that is of use in this step (0: none).
+    """
+
+    request_id: int
+    tokens: Sequence[int]
+    sampling: SamplingState
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftContext:
+    """The requests of one step, in batch order."""
+
+    requests: tuple[DraftRequest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """`tokens[b]` proposed for request b, possibly none (plain decoding).
+
+    `probs[b]` is [len(tokens[b]), V] float64: the distribution each token was drawn from; only the rejection rule reads
+    it. None, for a request or for all: the tokens were drawn with no noise of their own (greedy, n-gram, or the noise
+    that the target meets as well), hence a point mass to the rejection rule.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    probs: tuple[torch.Tensor | None, ...] | None = None
+
+
+class TokenSink(Protocol):
+    """Takes a request's emitted tokens one at a time, in order."""
+
+    def push(self, token: int) -> bool:
+        """Record the token; True when the request ends with it (EOS, stop string, length)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestVerdict:
+    """`accepted` proposal tokens were right; `emitted` = accepted ones plus the target's own next token, cut where the
+    request ended. `keep` counts the verified rows that stay cached, anchor included: len(emitted)."""
+
+    request_id: int
+    proposed: int
+    accepted: int
+    emitted: tuple[int, ...]
+    keep: int
+    finished: bool
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One entry per request, in batch order."""
+
+    requests: tuple[RequestVerdict, ...]
+
+
+class Drafter(Protocol):
+    """Proposes tokens; emits none. No member is optional.
+
+    The block tables of a drafter's own runner are a participant of the step's transaction. `keep` counts from the
+    anchor on for them too: rows of tokens before it, which a drafter may have to catch up on, are settled by itself.
+    """
+
+    max_tokens: int
+
+    def prefill(self, context: DraftContext) -> None:
+        """The target has processed these requests' prompts; catch up if the drafter keeps state of its own."""
+        ...
+
+    def propose(self, context: DraftContext) -> Proposal:
+        """At most `limit` tokens per request. Rows written to an own cache belong to the step's transaction."""
+        ...
+
+    def commit(self, verdict: Verdict) -> None:
+        """Advance own bookkeeping to the emitted tokens."""
+        ...
+
+    def release(self, request_ids: Sequence[int]) -> None:
+        """Forget these requests and free what they hold."""
+        ...

@@ -1,0 +1,164 @@
+"""In float32, speculative output is plain output: drafters x sampling features x batch sizes, greedy and sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from proa import LLM, RequestOutput, SamplingParams
+from tests.factories.checkpoints import write_near
+
+DRAFTERS = ("ngram", "same", "near", "random")
+TOKENS = 16
+# Repetitive on purpose, so that the n-gram drafter has something to find; all of different length.
+PROMPTS = [[6 + (7 * i + j % (3 + i)) % 250 for j in range(9 + 5 * i)] for i in range(8)]
+SETTINGS = {"dtype": "float32", "threads": 1, "max_model_len": 256, "page_size": 4}
+
+CASES = {
+    "bare": SamplingParams(),
+    "repetition penalty": SamplingParams(repetition_penalty=1.4),
+    "presence and frequency penalties": SamplingParams(presence_penalty=1.5, frequency_penalty=0.7),
+    "logit bias": SamplingParams(logit_bias={40: 4.0, 41: -100.0, 300: 6.0}),
+    "min_p": SamplingParams(min_p=0.1),
+    "top_k and top_p": SamplingParams(top_k=20, top_p=0.8),
+    "min_tokens": SamplingParams(min_tokens=12, logit_bias={1: 8.0}),
+    "stop token": SamplingParams(stop_token_ids=[300, 301], logit_bias={300: 5.0, 301: 5.0}),
+    "end of text": SamplingParams(logit_bias={1: 5.0}),
+    "end of text ignored": SamplingParams(logit_bias={1: 5.0}, ignore_eos=True),
+    "allowed tokens": SamplingParams(allowed_token_ids=list(range(6, 90))),
+    "five tokens, hence loops": SamplingParams(allowed_token_ids=[20, 21, 22, 23, 24]),
+    "bad words": SamplingParams(bad_words=["a", " 1", "the"]),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Callable[..., Path]) -> Path:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Iterator[LLM]:
+    with LLM(str(target), speculative="none", **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(plain: LLM) -> Callable[[str, float], list[RequestOutput]]:
+    """Plain answers of a case, worked out once for all drafters."""
+    known: dict[tuple[str, float], list[RequestOutput]] = {}
+
+    def answers(case: str, temperature: float) -> list[RequestOutput]:
+        if (case, temperature) not in known:
+            known[case, temperature] = plain.generate(PROMPTS, params_of(case, temperature))
+        return known[case, temperature]
+
+    return answers
+
+
+def params_of(case: str, temperature: float) -> list[SamplingParams]:
+    """A seed for each of the eight prompts."""
+    shared = replace(CASES[case], temperature=temperature, max_tokens=TOKENS, logprobs=3)
+    return [replace(shared, seed=100 + number) for number in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def drafted(request: pytest.FixtureRequest, target: Path, tiny: Callable[..., Path], tmp_path_factory) -> Iterator[LLM]:
+    drafts = {
+        "ngram": lambda: None,
+        "same": lambda: target,
+        "near": lambda: write_near("llama", tmp_path_factory.mktemp("near"), noise=0.08),
+        "random": lambda: tiny("qwen3", seed=9),
+    }
+    draft = drafts[request.param]()
+    algorithm = "standalone" if draft else "ngram"
+    with LLM(str(target), draft=draft and str(draft), speculative=algorithm, num_draft_tokens=4, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("case", CASES)
+def test_speculative_output_is_plain_output(
+    expected: Callable[[str, float], list[RequestOutput]], drafted: LLM, case: str, temperature: float
+) -> None:
+    params, wanted = params_of(case, temperature), expected(case, temperature)
+    assert_same(drafted.generate(PROMPTS, params), wanted)
+    assert_same(drafted.generate([PROMPTS[5]], params[5]), wanted[5:6])
+
+
+def test_the_drafters_of_this_matrix_are_right_as_often_as_they_should_be(drafted: LLM, request) -> None:
+    """Else the matrix would prove little: acceptance and rejection must both occur in it."""
+    before = drafted.stats()["speculative_decoding"]
+    drafted.generate(PROMPTS, params_of("five tokens, hence loops", 0.0))
+    drafted.generate(PROMPTS, params_of("bare", 0.8))
+    after = drafted.stats()["speculative_decoding"]
+    accepted, proposed = (after[name] - before[name] for name in ("num_accepted_tokens", "num_draft_tokens"))
+    least, most = {"ngram": (0.1, 1), "same": (1, 1), "near": (0.3, 0.95), "random": (0, 0.2)}[drafter_name(request)]
+    assert least <= accepted / proposed <= most
+
+
+def drafter_name(request: pytest.FixtureRequest) -> str:
+    return request.node.callspec.params["drafted"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_stop_strings_end_speculative_output_at_the_same_character(
+    plain: LLM, drafted: LLM, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=TOKENS, logprobs=0)
+    texts = [output.outputs[0].text for output in plain.generate(PROMPTS, params)]
+    for include in (False, True):
+        stopping = [replace(params, stop=[text[9:11]], include_stop_str_in_output=include) for text in texts]
+        expected = plain.generate(PROMPTS, stopping)
+        assert all(output.outputs[0].finish_reason == "stop" for output in expected)
+        assert_same(drafted.generate(PROMPTS, stopping), expected)
+
+
+def test_choices_of_one_prompt_are_the_same_with_speculation(plain: LLM, drafted: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=12, logprobs=0)
+    expected = plain.generate(PROMPTS[:2], params)
+    assert len({choice.token_ids for choice in expected[0].outputs}) == 3
+    assert_same(drafted.generate(PROMPTS[:2], params), expected)
+
+
+def test_a_request_that_asks_for_no_speculation_gets_none_and_the_same_answer(plain: LLM, drafted: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=0, speculative=False)
+    output = drafted.generate(PROMPTS, params)
+    assert all(one.metrics.speculative_decoding is None for one in output)
+    assert_same(output, plain.generate(PROMPTS, params))
+
+
+def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert output.metrics.num_output_tokens == wanted.metrics.num_output_tokens
+        for choice, other in zip(output.outputs, wanted.outputs, strict=True):
+            assert choice.token_ids == other.token_ids
+            assert (choice.text, choice.finish_reason, choice.stop_reason) == (
+                other.text,
+                other.finish_reason,
+                other.stop_reason,
+            )
+            assert len(choice.logprobs or ()) == len(choice.token_ids)
+            for row, reference in zip(choice.logprobs or (), other.logprobs or (), strict=True):
+                assert {token: entry.logprob for token, entry in row.items()} == pytest.approx(
+                    {token: entry.logprob for token, entry in reference.items()}, abs=1e-4
+                )
+
+
+@pytest.mark.parametrize(("drafter", "memory"), [("ngram", "110KiB"), ("same", "250KiB"), ("near", "250KiB")])
+def test_preemption_changes_no_answer_whoever_proposes(
+    plain: LLM, target: Path, tmp_path: Path, drafter: str, memory: str
+) -> None:
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True, logprobs=0) for i in range(8)]
+    wanted = plain.generate(PROMPTS, params)
+    draft = None if drafter == "ngram" else target
+    if drafter == "near":
+        draft = write_near("llama", tmp_path, noise=0.08)
+    asked = {"speculative": "standalone" if draft else "ngram", "num_draft_tokens": 3, "kv_memory": memory}
+    with LLM(target, draft=draft, max_num_seqs=8, **{**SETTINGS, "max_model_len": 100}, **asked) as llm:
+        # The answers do not fit together, so somebody has to step back.
+        rows = llm.explain()["engine"]["memory.target_pages"]["value"] * SETTINGS["page_size"]
+        assert rows < sum(map(len, PROMPTS)) + 8 * 40
+        assert_same(llm.generate(PROMPTS, params), wanted)

@@ -1,0 +1,74 @@
+"""Drawing tokens and reading log probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from proa.sampling.noise import Purpose, gumbel, noise_key
+from proa.sampling.params import SamplingParams
+from proa.sampling.sampler import draw, logprobs, sample
+from proa.sampling.state import SamplingRow, SamplingState
+
+
+def row(temperature: float, *, seed: int = 5, choice: int = 0, output: tuple[int, ...] = ()) -> SamplingRow:
+    params = SamplingParams(temperature=temperature)
+    state = SamplingState(params=params, seed=seed, choice=choice, prompt=(1, 2), stop_ids=frozenset())
+    return SamplingRow(state=state, output=output)
+
+
+def test_greedy_rows_take_the_lowest_id_of_the_largest_value() -> None:
+    processed = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]])
+    assert sample(processed, [row(0), row(0)], Purpose.TOKEN) == [1, 0]
+
+
+def test_a_token_does_not_depend_on_its_batch_and_changes_with_seed_choice_and_position() -> None:
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    rows = [row(1), row(1, seed=6), row(1, choice=1), row(1, output=(3,)), row(0)]
+    tokens = sample(torch.stack([logits] * 5), rows, Purpose.TOKEN)
+    assert len(set(tokens)) == 5
+    assert [sample(logits[None], [one], Purpose.TOKEN)[0] for one in rows] == tokens
+    # Not what the output holds, only how long it is.
+    assert sample(logits[None], [row(1, output=(4,))], Purpose.TOKEN)[0] == tokens[3]
+
+
+def test_the_draw_is_the_argmax_with_the_noise_of_the_position_that_the_token_takes() -> None:
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(1))
+    one = row(1, output=(7, 7, 7))
+    noise = gumbel(noise_key(5, 0, 5, Purpose.TOKEN), 100, torch.device("cpu"))
+    assert draw(logits, one, Purpose.TOKEN) == int((logits + noise).argmax())
+
+
+def test_masked_tokens_are_never_drawn_and_the_others_keep_their_noise() -> None:
+    logits = torch.zeros(50)
+    logits[3:40] = -math.inf
+    drawn = {draw(logits, row(1, seed=seed), Purpose.TOKEN) for seed in range(300)}
+    assert drawn == {0, 1, 2, *range(40, 50)}
+    for seed in range(50):
+        with_all = draw(torch.zeros(50), row(1, seed=seed), Purpose.TOKEN)
+        if not 3 <= with_all < 40:
+            assert draw(logits, row(1, seed=seed), Purpose.TOKEN) == with_all
+
+
+def test_a_row_with_nothing_to_draw_gives_token_0() -> None:
+    assert draw(torch.full((4,), -math.inf), row(1), Purpose.TOKEN) == 0
+
+
+def test_logprobs_are_of_the_raw_logits_with_ranks_in_the_total_order() -> None:
+    raw = torch.tensor([1.0, 3.0, 2.0, 3.0, 0.0])
+    total = math.log(sum(math.exp(value) for value in raw.tolist()))
+    entry = logprobs(raw, 2, 2)
+    assert (entry.token, entry.rank) == (2, 3)
+    assert entry.logprob == pytest.approx(2 - total)
+    assert [token for token, _ in entry.top] == [1, 3]
+    assert [value for _, value in entry.top] == pytest.approx([3 - total] * 2)
+    assert [logprobs(raw, token, 0).rank for token in range(5)] == [4, 1, 3, 2, 5]
+
+
+def test_logprobs_zero_is_the_token_alone_and_minus_one_the_whole_vocabulary() -> None:
+    raw = torch.tensor([1.0, 3.0, 2.0])
+    assert logprobs(raw, 0, 0).top == ()
+    assert [token for token, _ in logprobs(raw, 0, -1).top] == [1, 2, 0]
+    assert [token for token, _ in logprobs(raw, 0, 20).top] == [1, 2, 0]
