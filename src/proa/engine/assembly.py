@@ -1,0 +1,168 @@
+"""From intent to a serving engine, one frozen stage after the other. Owns the order; every stage is another file's.
+
+What needs no torch is in plan/prepare.py; here weights are read and runners built. No stage looks back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from proa.checkpoint.types import Checkpoint
+from proa.config.intent import EngineConfig
+from proa.engine.defaults import ids_of
+from proa.engine.engine import Engine
+from proa.engine.session import Limits, Session
+from proa.engine.template import ChatTemplate
+from proa.engine.tokenizer import Tokenizer
+from proa.errors import CheckpointError
+from proa.loading.build import build
+from proa.loading.ledger import ledger_document
+from proa.loading.progress import Progress, Silent
+from proa.plan.explain import explain_json
+from proa.plan.planned import Planned, Resolved
+from proa.plan.prepare import prepare
+from proa.runner.describe import promised
+from proa.runner.runner import Runner
+from proa.sampling.sampler import logprobs
+from proa.speculative.registry import build_drafter
+from proa.speculative.verify import Verifier
+from proa.units import Verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Where start-up says what it does: `note` takes a line for a person, `progress` the bytes of loading."""
+
+    note: Callable[[str], None]
+    progress: Progress
+
+    @classmethod
+    def silent(cls) -> Report:
+        return cls(note=lambda text: None, progress=Silent())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembled:
+    """Everything of one engine. `template` is None for a model without one."""
+
+    resolved: Resolved
+    target: Runner
+    draft: Runner | None
+    engine: Engine
+    session: Session
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    @property
+    def runners(self) -> Mapping[str, Runner]:
+        """By role."""
+        draft = {} if self.draft is None else {"draft": self.draft}
+        return {"target": self.target, **draft}
+
+    def explain(self) -> dict[str, Any]:
+        return explain_json(self.resolved.plans)
+
+    def ledger(self) -> dict[str, Any]:
+        checkpoints = [one.checkpoint for one in (self.resolved.target, self.resolved.draft) if one is not None]
+        return ledger_document({name: runner.ledger for name, runner in self.runners.items()}, checkpoints)
+
+    def descriptions(self) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+        """By role: what was built, and what the plan promised."""
+        planned = {"target": self.resolved.target, "draft": self.resolved.draft}
+        return {
+            name: (runner.describe(), promised(one.plan, one.spec, one.parameters, runner.tables.pool.num_pages))
+            for name, runner in self.runners.items()
+            if (one := planned[name]) is not None
+        }
+
+    def stats(self) -> dict[str, Any]:
+        proposes = self.resolved.plans.contract is not None
+        return {
+            "num_requests_running": self.engine.num_running,
+            "num_requests_waiting": self.engine.num_waiting,
+            "speculative_decoding": dict(self.engine.stats.metrics()) if proposes else None,
+        }
+
+
+def assemble(config: EngineConfig, *, cache_dir: Path, online: bool, report: Report) -> Assembled:
+    """The whole start-up. Raises any ProaError; nothing of a failed start stays behind."""
+    resolved = prepare(config, cache_dir=cache_dir, online=online, note=report.note, caps=None)
+    for warning in resolved.warnings:
+        report.note(warning)
+    tokenizer, template = open_text(resolved.target.checkpoint)
+    plans = resolved.plans
+    # Process-wide, hence set here, once, and nowhere else; every runner of this process is planned for it.
+    torch.set_num_threads(plans.host.threads.value)
+    target = build_runner(resolved.target, plans.memory.target_pages.value, report.progress)
+    draft = None
+    if resolved.draft is not None:
+        draft = build_runner(resolved.draft, plans.memory.draft_pages.value, report.progress)
+    engine = join(resolved, target, draft)
+    limits = Limits(
+        vocab=resolved.target.spec.vocab,
+        max_model_len=plans.schedule.max_model_len.value,
+        eos_ids=end_of_text(resolved.target.checkpoint, tokenizer),
+        proposes=plans.contract is not None,
+    )
+    return Assembled(
+        resolved=resolved,
+        target=target,
+        draft=draft,
+        engine=engine,
+        session=Session(engine, tokenizer, limits),
+        tokenizer=tokenizer,
+        template=template,
+    )
+
+
+def build_runner(planned: Planned, num_pages: int, progress: Progress) -> Runner:
+    """One runner with its weights and a closed ledger, from its own plan alone."""
+    built = build(planned, progress)
+    return Runner(planned.plan, planned.spec, built.model, built.ledger, num_pages)
+
+
+def join(resolved: Resolved, target: Runner, draft: Runner | None) -> Engine:
+    """The engine over both runners; the contract is applied here and nowhere else."""
+    contract, schedule = resolved.plans.contract, resolved.plans.schedule
+    drafter = build_drafter(
+        contract,
+        draft=draft,
+        vocab=resolved.target.spec.vocab,
+        prefill_chunk=schedule.prefill_chunk.value,
+    )
+    return Engine(
+        runner=target,
+        draft=draft,
+        drafter=drafter,
+        verifier=Verifier(Verification.COUPLED if contract is None else contract.verification.value),
+        schedule=schedule,
+        contract=contract,
+        logprobs=logprobs,
+    )
+
+
+def open_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer, and the chat template if there is one."""
+    source = checkpoint.tokenizer
+    if source is None:
+        raise CheckpointError(
+            "tokenizer/missing",
+            f"{checkpoint.path}: the checkpoint has no tokenizer.",
+            hint="add its tokenizer.json to the directory",
+        )
+    tokenizer = Tokenizer.from_source(source)
+    if source.chat_template is None:
+        return tokenizer, None
+    template = ChatTemplate(source.chat_template, tokenizer.bos_token, tokenizer.eos_token, str(checkpoint.path.name))
+    return tokenizer, template
+
+
+def end_of_text(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every id that ends an answer: of generation_config.json, config.json and the tokenizer together."""
+    configured = ids_of(checkpoint.generation.get("eos_token_id")) | ids_of(checkpoint.config.get("eos_token_id", None))
+    return configured | tokenizer.eos_ids

@@ -1,0 +1,225 @@
+"""Engine.step(): schedule, propose, forward, verify, commit. Owns the live requests; decides nothing about tokens.
+
+Everything a step writes into caches is under one transaction, so a step that fails is as if it had not begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from proa.cache.tables import BlockTables
+from proa.cache.transaction import CacheTransaction
+from proa.engine.delivery import Delivery, StepOutput
+from proa.engine.request import Request
+from proa.engine.rows import NOTHING, Drafted, StepRows
+from proa.engine.scheduler import Row, Scheduler, StepPlan
+from proa.plan.runner_plan import DraftContract, SchedulePlan
+from proa.runner.batch import ForwardOutput, RowSpan
+from proa.sampling.sampler import TokenLogprobs
+from proa.speculative.protocol import DraftContext, Drafter, DraftRequest, Verdict
+from proa.speculative.stats import SpeculativeStats
+from proa.speculative.verify import Verifier
+
+Logprobs = Callable[[torch.Tensor, int, int], TokenLogprobs]
+"""(raw logits [V], token, how many of the best) -> its log probabilities."""
+
+
+class EngineRunner(Protocol):
+    """All that the engine needs of a runner."""
+
+    @property
+    def tables(self) -> BlockTables: ...
+
+    def forward(self, spans: Sequence[RowSpan]) -> ForwardOutput: ...
+
+
+class Engine:
+    """Serves many requests at once on a target runner and, optionally, a drafter with or without a runner of its own.
+
+    Without a drafter every proposal has length 0: plain decoding takes the same path. Not thread-safe; `abort` may be
+    called from a sink in the middle of a step.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: EngineRunner,
+        draft: EngineRunner | None,
+        drafter: Drafter | None,
+        verifier: Verifier,
+        schedule: SchedulePlan,
+        contract: DraftContract | None,
+        logprobs: Logprobs,
+    ) -> None:
+        self._runner = runner
+        self._drafter = drafter
+        self._verifier = verifier
+        self._logprobs = logprobs
+        self._tables = [runner.tables] if draft is None else [runner.tables, draft.tables]
+        self._num_draft_tokens = 0
+        if drafter is not None and contract is not None:
+            self._num_draft_tokens = min(contract.num_draft_tokens.value, drafter.max_tokens)
+        self._scheduler = Scheduler(schedule, self._tables, self._num_draft_tokens)
+        self._live: dict[int, Delivery] = {}
+        self._drafting: set[int] = set()
+        self._ready: list[StepOutput] = []
+        self._aborted: set[int] = set()
+        self._is_stepping = False
+        self.stats = SpeculativeStats(self._num_draft_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._ready)
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. RequestError or CacheExhausted when it could not be served even alone."""
+        if request.request_id in self._live:
+            raise ValueError(f"request {request.request_id} is being served already")
+        self._scheduler.add(request)
+        limit = request.max_output(self._scheduler.max_model_len)
+        self._live[request.request_id] = Delivery(request, limit, self._num_draft_tokens)
+
+    def abort(self, request_id: int) -> None:
+        """End the request; what it has emitted stands. The next step reports it. A finished one stays as it ended."""
+        if self._is_stepping:
+            self._aborted.add(request_id)
+        elif request_id in self._live:
+            self._ready.append(self._live[request_id].abort())
+            self._finish([request_id])
+
+    def step(self) -> list[StepOutput]:
+        """Run one step and return what it changed, one entry per request concerned.
+
+        When it raises, caches and requests are as before; call it again, or abort the request that is to blame.
+        """
+        plan = self._scheduler.schedule()
+        self._release(plan.preempted)
+        self._is_stepping = True
+        try:
+            if plan.decode or plan.prefill:
+                self._run(plan)
+        finally:
+            self._is_stepping = False
+            for request_id in sorted(self._aborted):
+                self.abort(request_id)
+            self._aborted.clear()
+        outputs, self._ready = self._ready, []
+        return outputs
+
+    def _run(self, plan: StepPlan) -> None:
+        context = self._draft_context(plan.decode)
+        self._start_drafting(context)
+        with CacheTransaction(self._tables) as transaction:
+            drafted = self._propose(context)
+            rows = StepRows(self._runner.tables)
+            for row in plan.decode:
+                rows.add_row(self._live[row.request_id], drafted.get(row.request_id, NOTHING))
+            for chunk in plan.prefill:
+                rows.add_chunk(self._live[chunk.request_id], chunk)
+            logits = self._runner.forward(rows.spans).logits
+            if len(logits) != rows.num_logits:
+                raise RuntimeError(f"the runner returned {len(logits)} rows of logits instead of {rows.num_logits}")
+            self._score_prompts(rows, logits)
+            verdict = self._verify(rows, logits)
+            transaction.commit({entry.request_id: entry.keep for entry in verdict.requests} | rows.kept_chunks)
+        self._record(verdict, drafted)
+
+    def _draft_context(self, rows: Sequence[Row]) -> DraftContext:
+        """The requests for which a proposal is of use in this step. The others decode plainly."""
+        requests = [(self._live[row.request_id].request, row.limit) for row in rows if row.limit]
+        return DraftContext(
+            requests=tuple(
+                DraftRequest(
+                    request_id=request.request_id,
+                    tokens=request.tokens(0, request.num_tokens),
+                    sampling=request.sampling,
+                    limit=limit,
+                )
+                for request, limit in requests
+            )
+        )
+
+    def _start_drafting(self, context: DraftContext) -> None:
+        """Show a prompt to the drafter before its first proposal, not earlier: many requests never need one.
+
+        It is outside of the step's transaction, since these rows stay whatever becomes of the step.
+        """
+        new = tuple(request for request in context.requests if request.request_id not in self._drafting)
+        if self._drafter is None or not new:
+            return
+        request_ids = [request.request_id for request in new]
+        try:
+            self._drafter.prefill(DraftContext(requests=new))
+        except BaseException:
+            self._drafter.release(request_ids)
+            raise
+        self._drafting.update(request_ids)
+
+    def _propose(self, context: DraftContext) -> Mapping[int, Drafted]:
+        """What is proposed for each request of the context."""
+        if self._drafter is None or not context.requests:
+            return {}
+        proposal = self._drafter.propose(context)
+        probs = proposal.probs or (None,) * len(proposal.tokens)
+        drafted: dict[int, Drafted] = {}
+        for request, tokens, row_probs in zip(context.requests, proposal.tokens, probs, strict=True):
+            if len(tokens) > request.limit:
+                raise RuntimeError(f"the drafter proposed {len(tokens)} tokens where {request.limit} were of use")
+            drafted[request.request_id] = Drafted(tokens=tokens, probs=row_probs)
+        return drafted
+
+    def _score_prompts(self, rows: StepRows, logits: torch.Tensor) -> None:
+        for entry in rows.scored:
+            request = entry.live.request
+            targets = request.prompt[entry.position : entry.stop]
+            count = request.sampling.params.prompt_logprobs or 0
+            scores = [self._logprobs(logits[entry.first + row], token, count) for row, token in enumerate(targets)]
+            entry.live.set_prompt_logprobs(entry.position, scores)
+
+    def _verify(self, rows: StepRows, logits: torch.Tensor) -> Verdict:
+        requests = rows.verify_requests()
+        if not requests:
+            return Verdict(requests=())
+        for request in requests:
+            self._live[request.request_id].rewind()
+        return self._verifier.verify(requests, rows.proposal(), rows.verify_logits(logits))
+
+    def _record(self, verdict: Verdict, drafted: Mapping[int, Drafted]) -> None:
+        """The step is kept: hand out tokens, tell the drafter what became of its own, let go of what has finished."""
+        for entry in verdict.requests:
+            live = self._live[entry.request_id]
+            self.stats.record(entry)
+            live.stats.record(entry)
+            self._ready.append(live.commit(entry))
+        try:
+            if self._drafter is not None and drafted:
+                judged = tuple(entry for entry in verdict.requests if entry.request_id in drafted)
+                self._drafter.commit(Verdict(requests=judged))
+        finally:
+            self._finish([entry.request_id for entry in verdict.requests if entry.finished])
+
+    def _finish(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            self._scheduler.remove(self._live.pop(request_id).request)
+        self._release(request_ids)
+
+    def _release(self, request_ids: Sequence[int]) -> None:
+        """Give back everything these requests hold in both runners. Only their tokens stay."""
+        known = self._drafting.intersection(request_ids)
+        self._drafting -= known
+        if self._drafter is not None and known:
+            self._drafter.release(sorted(known))
+        for tables in self._tables:
+            for request_id in request_ids:
+                tables.release(request_id)
