@@ -1,0 +1,103 @@
+"""Throughput and latency of one LLM, alone or in turns with a peer. Owns the workload and the statistics."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from proa.bench.peer import Peer
+from proa.llm import LLM
+from proa.sampling.params import SamplingParams
+
+Seconds = Callable[[Sequence[Sequence[int]], int], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`batch` random prompts of `prompt_tokens` each. `new_tokens` 0: what is measured is the prompt's forward."""
+
+    name: str
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """Tokens per second, medians over the rounds. `ratio`: median of Proa / peer within each round."""
+
+    workload: Workload
+    proa: float
+    peer: float | None
+    ratio: float | None
+
+
+def workloads(prompt_tokens: int, new_tokens: int, batches: Sequence[int]) -> tuple[Workload, ...]:
+    prefill = Workload(name="prefill", batch=1, prompt_tokens=prompt_tokens, new_tokens=0)
+    decode = (
+        Workload(name=f"decode b{batch}", batch=batch, prompt_tokens=32, new_tokens=new_tokens) for batch in batches
+    )
+    return prefill, *decode
+
+
+def measure(llm: LLM, peer: Peer | None, work: Sequence[Workload], rounds: int) -> list[Figure]:
+    """Every workload `rounds` times after a warm-up, Proa and the peer in turns, so that both meet the same host."""
+    figures = []
+    for workload in work:
+        prompts = random_prompts(workload, llm.vocab_size)
+        sides: list[Seconds] = [lambda p, n: generate_seconds(llm, p, n)]
+        if peer is not None:
+            sides.append(peer.seconds)
+        for side in sides:
+            side(prompts, 2)
+        pairs = [[rate(side, workload, prompts) for side in sides] for _ in range(rounds)]
+        figures.append(
+            Figure(
+                workload=workload,
+                proa=median(pair[0] for pair in pairs),
+                peer=median(pair[1] for pair in pairs) if peer else None,
+                ratio=median(pair[0] / pair[1] for pair in pairs) if peer else None,
+            )
+        )
+    return figures
+
+
+def rate(seconds: Seconds, workload: Workload, prompts: Sequence[Sequence[int]]) -> float:
+    """Tokens per second. Decoding is timed as the difference to an answer of one token, which leaves the prompt out."""
+    first = seconds(prompts, 1)
+    if not workload.new_tokens:
+        return workload.batch * workload.prompt_tokens / first
+    return workload.batch * workload.new_tokens / max(seconds(prompts, workload.new_tokens + 1) - first, 1e-9)
+
+
+def generate_seconds(llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    llm.generate([list(prompt) for prompt in prompts], params)
+    return time.perf_counter() - start
+
+
+def random_prompts(workload: Workload, vocab: int) -> list[list[int]]:
+    """The same ids in every run: figures of two versions can be compared."""
+    source = random.Random(workload.name)
+    return [[source.randrange(10, vocab) for _ in range(workload.prompt_tokens)] for _ in range(workload.batch)]
+
+
+def as_json(llm: LLM, peer: Peer | None, figures: Sequence[Figure]) -> dict[str, Any]:
+    target = llm.explain()["runners"]["target"]
+    return {
+        "model": target["checkpoint"],
+        "dtype": target["dtype"],
+        "threads": llm.threads,
+        "digest": llm.explain()["digest"],
+        "peer": {"name": peer.name, "version": peer.version} if peer else None,
+        "tokens_per_second": {
+            figure.workload.name: {"proa": figure.proa, "peer": figure.peer, "ratio": figure.ratio}
+            for figure in figures
+        },
+        "speculative_decoding": llm.stats()["speculative_decoding"],
+    }
