@@ -58,11 +58,10 @@ def test_bench_tells_speeds_and_the_accept_length(tiny: Callable[..., Path]) -> 
 @pytest.mark.slow
 def test_bench_measures_transformers_in_turns_where_it_is_installed(tiny: Callable[..., Path]) -> None:
     pytest.importorskip("transformers")
-    figures = ("--rounds", "2", "--prompt-tokens", "16", "--new-tokens", "4", "--batch", "1")
+    figures = ("--rounds", "2", "--prompt-tokens", "16", "--new-tokens", "24", "--batch", "1")
     done = proa("bench", tiny("llama"), "--json", *figures, *SETTINGS)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["peer"]["name"] == "transformers"
     for figure in told["tokens_per_second"].values():
-        assert figure["peer"] > 0
-        assert 0.01 < figure["ratio"] < 100
+        assert figure["peer"] > 0 and figure["proa"] > 0 and figure["ratio"] > 0

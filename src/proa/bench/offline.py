@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from proa.bench.peer import Peer
+from proa.errors import ConfigError
 from proa.llm import LLM
 from proa.sampling.params import SamplingParams
 
@@ -54,7 +55,14 @@ def measure(llm: LLM, peer: Peer | None, work: Sequence[Workload], rounds: int) 
             sides.append(peer.seconds)
         for side in sides:
             side(prompts, 2)
-        pairs = [[rate(side, workload, prompts) for side in sides] for _ in range(rounds)]
+        measured = [[rate(side, workload, prompts) for side in sides] for _ in range(rounds)]
+        pairs = [pair for pair in measured if min(pair) > 0]
+        if not pairs:
+            raise ConfigError(
+                "bench/too-short",
+                f"{workload.name}: the answers are too short to be timed on this host.",
+                hint="more of them: --new-tokens, --rounds",
+            )
         figures.append(
             Figure(
                 workload=workload,
@@ -67,11 +75,13 @@ def measure(llm: LLM, peer: Peer | None, work: Sequence[Workload], rounds: int) 
 
 
 def rate(seconds: Seconds, workload: Workload, prompts: Sequence[Sequence[int]]) -> float:
-    """Tokens per second. Decoding is timed as the difference to an answer of one token, which leaves the prompt out."""
+    """Tokens per second. Decoding is timed as the difference to an answer of one token, which leaves the prompt out;
+    0 where noise hides that difference."""
     first = seconds(prompts, 1)
     if not workload.new_tokens:
         return workload.batch * workload.prompt_tokens / first
-    return workload.batch * workload.new_tokens / max(seconds(prompts, workload.new_tokens + 1) - first, 1e-9)
+    later = seconds(prompts, workload.new_tokens + 1) - first
+    return workload.batch * workload.new_tokens / later if later > 0 else 0.0
 
 
 def generate_seconds(llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:

@@ -15,12 +15,12 @@ MAX_GROUPS = 20  # lines per error; the rest is counted
 
 
 class Wrong(Enum):
-    """Kinds of finding, most telling first. The value is the error's slug and what happened to the tensors."""
+    """Kinds of finding, most telling first. The value is what is said of the tensors."""
 
-    SHAPE = ("weights/shape", "{tensors} of another shape than the model's")
-    DTYPE = ("weights/dtype", "{tensors} stored in a type that cannot be theirs")
-    UNCLAIMED = ("weights/unclaimed", "{tensors} without a place in the model")
-    MISSING = ("weights/missing", "{tensors} missing that the model needs")
+    SHAPE = "{tensors} of another shape than the model's"
+    DTYPE = "{tensors} stored in a type that cannot be theirs"
+    UNCLAIMED = "{tensors} without a place in the model"
+    MISSING = "{tensors} missing that the model needs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def weight_error(findings: Sequence[Finding], plan: RunnerPlan) -> WeightError:
     """One error for all findings: a line per template, so that 60 layers with the same fault are one line."""
     kinds = [kind for kind in Wrong if any(finding.wrong is kind for finding in findings)]
     counts = {kind: sum(finding.wrong is kind for finding in findings) for kind in kinds}
-    message = ", ".join(kind.value[1].format(tensors=_tensors(counts[kind])) for kind in kinds)
+    message = ", ".join(kind.value.format(tensors=_tensors(counts[kind])) for kind in kinds)
     groups = _grouped(findings)
     facts = [_line(group) for group in groups[:MAX_GROUPS]]
     if len(groups) > MAX_GROUPS:
@@ -52,7 +52,16 @@ def weight_error(findings: Sequence[Finding], plan: RunnerPlan) -> WeightError:
     hint = f"`proa inspect {plan.checkpoint}` lists every tensor and its place"
     if kinds == [Wrong.UNCLAIMED]:
         hint += f"; if truly unused, `--allow-unexpected '{findings[0].name}'` (listed as left out)"
-    return WeightError(kinds[0].value[0], f"{plan.family}: {message}.", role=plan.role.value, facts=facts, hint=hint)
+    said, role = f"{plan.family}: {message}.", plan.role.value
+    match kinds[0]:
+        case Wrong.SHAPE:
+            return WeightError("weights/shape", said, role=role, facts=facts, hint=hint)
+        case Wrong.DTYPE:
+            return WeightError("weights/dtype", said, role=role, facts=facts, hint=hint)
+        case Wrong.UNCLAIMED:
+            return WeightError("weights/unclaimed", said, role=role, facts=facts, hint=hint)
+        case Wrong.MISSING:
+            return WeightError("weights/missing", said, role=role, facts=facts, hint=hint)
 
 
 def nearest(name: str, candidates: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def test_every_parameter_holds_the_stored_values(
     monkeypatch.setattr(apply, "CHUNK_ELEMENTS", chunk)
     stored = random_tensors(tiny_config(family), 0, torch.float32)
     parameters = loaded(planned(tiny(family)).target)
-    prefix, merged = "model.layers.1", {"weight": 0, "bias": 0}
+    prefix = "model.layers.1"
     merged = [stored[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(parameters["layers.1.attn.qkv.weight"], torch.cat(merged))
     if family == "qwen2":

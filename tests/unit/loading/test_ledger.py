@@ -111,9 +111,19 @@ def test_a_renamed_tensor_is_told_with_the_name_that_was_expected(tmp_path: Path
 def test_a_missing_tensor_names_the_parameter_and_the_rows_that_it_fills(tmp_path: Path) -> None:
     path = write_headers(tmp_path, tiny_config("llama"), dtype="F32", drop=["model.layers.2.self_attn.v_proj.weight"])
     ledger = ledger_of(path)
-    with pytest.raises(WeightError, match=r"fills layers\.2\.attn\.qkv\.weight rows 96\.\.128"):
+    with pytest.raises(WeightError, match=r"fills layers\.2\.attn\.qkv\.weight rows 96\.\.128") as caught:
         ledger.refuse_findings()
+    assert caught.value.slug == "weights/missing"
     assert ledger.as_json()["missing"] == ["layers.2.attn.qkv.weight"]
+
+
+def test_the_most_telling_fault_gives_the_error_its_slug(tmp_path: Path) -> None:
+    """A wrong shape says more than a stray name."""
+    name = "model.norm.weight"
+    path = write_headers(tmp_path, tiny_config("llama"), dtype="F32", drop=[name], add={name: (65,), "stray": (1,)})
+    with pytest.raises(WeightError, match=r"model\.norm\.weight  F32 \[65\] .* expected \[64\]") as caught:
+        ledger_of(path).refuse_findings()
+    assert caught.value.slug == "weights/shape" and "unclaimed: stray" in str(caught.value)
 
 
 def test_left_out_tensors_are_listed_with_their_reason(tmp_path: Path) -> None:
