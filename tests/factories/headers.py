@@ -32,6 +32,7 @@ LAPTOP = DeviceCaps(
     no_cuda="no CUDA device or driver",
     platform="Linux x86_64",
 )
+SERVER = replace(LAPTOP, isa=("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16"))
 GPU_HOST = replace(
     LAPTOP,
     device="cuda",

@@ -20,7 +20,7 @@ NUM_PAGES = 256
 
 
 def built_runner(plan: Planned, num_pages: int = NUM_PAGES) -> Runner:
-    built = build(plan, Silent())
+    built = build(plan, Silent(), None)
     return Runner(plan.plan, plan.spec, built.model, built.ledger, num_pages)
 
 

@@ -16,11 +16,15 @@ import torch
 
 from proa.runner.runner import Runner
 from proa.units import Phase
+from tests.factories.native import native_runner, probed, why_not
 from tests.factories.runners import Rows, runner_of
 
 pytestmark = pytest.mark.oracle
 
 NAMES = ("llama", "llama_sharded", "qwen2", "qwen3", "mistral", "mistral_swa")
+KINDS = ("reference-16", "reference-4", "native-16")
+FOUND = probed()
+WHY_NOT = why_not(FOUND)
 TOLERANCE = 2e-4
 CLEAR = 1e-3  # greedy tokens must agree where the reference's best logit leads by more
 
@@ -56,14 +60,21 @@ def reference(path: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def runners(path: Path) -> Callable[[int], Runner]:
-    """`runners(page_size)`, loaded once each."""
-    built: dict[int, Runner] = {}
+def runners(path: Path) -> Callable[[str], Runner]:
+    """`runners("native-16")`: backend and page size; loaded once each."""
+    built: dict[str, Runner] = {}
 
-    def runner(page_size: int) -> Runner:
-        if page_size not in built:
-            built[page_size] = runner_of(path, dtype="float32", page_size=page_size)
-        return built[page_size]
+    def runner(kind: str) -> Runner:
+        backend, _, size = kind.partition("-")
+        if backend == "native" and WHY_NOT is not None:
+            pytest.skip(WHY_NOT)
+        if kind not in built:
+            asks = {"dtype": "float32", "page_size": int(size)}
+            built[kind] = (
+                native_runner(path, FOUND, num_pages=256, **asks) if backend == "native" else runner_of(path, **asks)
+            )
+            assert built[kind].describe()["attention.verify"] == backend
+        return built[kind]
 
     return runner
 
@@ -88,24 +99,24 @@ def greedy(rows: Rows, first: torch.Tensor, count: int) -> list[list[int]]:
     return [list(request) for request in zip(*tokens, strict=True)]
 
 
-@pytest.mark.parametrize("page_size", [16, 4])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_one_request(reference: Reference, runners: Callable[[int], Runner], page_size: int, chunk: int) -> None:
-    rows = Rows(runners(page_size), 1, 128)
+def test_one_request(reference: Reference, runners: Callable[[str], Runner], kind: str, chunk: int) -> None:
+    rows = Rows(runners(kind), 1, 128)
     prompt = reference.prompt
     logits = torch.cat([rows.prefill(0, prompt[at : at + chunk]) for at in range(0, len(prompt), chunk)])
     assert_close(logits, reference.logits)
     assert_greedy(greedy(rows, logits[-1:], 32)[0], reference)
 
 
-@pytest.mark.parametrize("page_size", [16, 4])
+@pytest.mark.parametrize("kind", KINDS)
 def test_eight_requests_of_different_lengths_in_one_batch(
-    reference: Reference, runners: Callable[[int], Runner], page_size: int
+    reference: Reference, runners: Callable[[str], Runner], kind: str
 ) -> None:
     """Prefilled together, then each fed the rest of the reference's own text: every row must match it."""
     text = reference.prompt + reference.greedy[:-1]
     lengths = [76, 1, 5, 33, 64, 17, 70, 48]
-    rows = Rows(runners(page_size), 8, 128)
+    rows = Rows(runners(kind), 8, 128)
     spans = [rows.span(i, Phase.PREFILL, text[:length]) for i, length in enumerate(lengths)]
     parts = rows.runner.forward(spans).logits.split(lengths)
     for part, length in zip(parts, lengths, strict=True):
@@ -119,10 +130,13 @@ def test_eight_requests_of_different_lengths_in_one_batch(
     assert_greedy([int(logits[0].argmax()) for logits in (last, *steps)], reference)
 
 
-def test_verify_rows_and_chunks_of_seven_in_one_batch(reference: Reference, runners: Callable[[int], Runner]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_rows_and_chunks_of_seven_in_one_batch(
+    reference: Reference, runners: Callable[[str], Runner], kind: str
+) -> None:
     """Four requests prefill in chunks of 7 while four others verify ragged rows of the same text."""
     prompt, counts = reference.prompt, [1, 4, 2, 3]
-    rows = Rows(runners(4), 8, 128)
+    rows = Rows(runners(kind), 8, 128)
     at = [0] * 8
     while at[0] < len(prompt):
         spans = []

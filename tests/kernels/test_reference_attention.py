@@ -47,7 +47,9 @@ class Case:
 
     def result(self, window: int | None) -> np.ndarray:
         kv = LayerKV(
-            keys=torch.from_numpy(self.keys).to(self.dtype), values=torch.from_numpy(self.values).to(self.dtype)
+            keys=torch.from_numpy(self.keys).to(self.dtype),
+            values=torch.from_numpy(self.values).to(self.dtype),
+            page_size=4,
         )
         queries = torch.from_numpy(self.queries).to(self.dtype)
         parts = [
@@ -99,7 +101,9 @@ def test_bfloat16_differs_by_rounding_only() -> None:
 def test_a_cache_of_another_type_is_read_in_the_type_of_the_queries() -> None:
     case = Case(Phase.DECODE, [(9, 1), (3, 1)], 4, torch.bfloat16)  # values that bfloat16 holds exactly
     segment = case.batch.segments[0]
-    kv = LayerKV(keys=torch.from_numpy(case.keys).bfloat16(), values=torch.from_numpy(case.values).bfloat16())
+    kv = LayerKV(
+        keys=torch.from_numpy(case.keys).bfloat16(), values=torch.from_numpy(case.values).bfloat16(), page_size=4
+    )
     out = ReferenceAttention().attention(torch.from_numpy(case.queries).float(), kv, segment, window=None, scale=SCALE)
     assert out.dtype is torch.float32
     np.testing.assert_allclose(out.numpy(), case.expected(None), atol=2e-6)

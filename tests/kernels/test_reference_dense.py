@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from proa.kernels.reference.attention import ReferenceAttention
 from proa.kernels.reference.misc import ReferenceDense, rms_norm, rotate
 from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
 
@@ -89,9 +90,9 @@ def test_attention_input_norms_rotates_and_writes_the_cache(has_norm: bool) -> N
     rope = rope_rows(torch.tensor([3.0, 4.0, 9.0]), torch.tensor([1.0, 0.5, 0.2, 0.1]))
     scale = torch.cat((random(1, 8, seed=3).expand(4, -1), random(1, 8, seed=4).expand(2, -1)))
     norm = HeadNorm(weight=scale, eps=1e-6) if has_norm else None
-    kv = LayerKV(keys=torch.zeros(12, 2, 8), values=torch.zeros(12, 2, 8))
+    kv = LayerKV(keys=torch.zeros(12, 2, 8), values=torch.zeros(12, 2, 8), page_size=4)
     slots = torch.tensor([5, 2, 11])
-    queries = OPS.attn_in(x, OPS.pack(weight, bias), heads, norm, rope, kv, slots)
+    queries = ReferenceAttention().write(OPS.matmul(x, OPS.pack(weight, bias)), heads, norm, rope, kv, slots)
 
     rows = (x @ weight.T + bias).view(tokens, 8, 8)
     mixed = rows[:, :6]

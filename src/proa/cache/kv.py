@@ -33,6 +33,7 @@ class KVCache:
             LayerKV(
                 keys=torch.empty((rows, heads, size), dtype=dtype, device=device),
                 values=torch.empty((rows, heads, size), dtype=dtype, device=device),
+                page_size=page_size,
             )
             for heads, size in shapes
         )

@@ -85,8 +85,9 @@ class BlockTables:
         """
         if not self._is_open:
             raise RuntimeError(f"request {request_id}: rows can be reserved in a transaction only")
-        table = self._tables.get(request_id, _Table())
-        new_pages = self.pool.allocate(max(0, self.pages_for(table.length + rows) - len(table.pages)))
+        table = self._tables.get(request_id) or _Table()
+        missing = self.pages_for(table.length + rows) - len(table.pages)
+        new_pages = self.pool.allocate(missing) if missing > 0 else ()  # most decode steps need none
         self._remember(request_id)
         self._tables[request_id] = table
         table.pages += new_pages
@@ -146,8 +147,8 @@ class BlockTables:
         """Drop tentative rows and the pages after the first `num_pages`; a table without rows goes."""
         table = self._tables[request_id]
         table.tentative = 0
-        surplus = table.pages[num_pages:]
-        del table.pages[num_pages:]
-        self.pool.release(surplus)
+        if surplus := table.pages[num_pages:]:
+            del table.pages[num_pages:]
+            self.pool.release(surplus)
         if not table.pages:
             del self._tables[request_id]

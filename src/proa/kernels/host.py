@@ -50,10 +50,14 @@ def isa_flags(root: Path) -> tuple[str, ...]:
 
 def usable_cores(root: Path) -> int:
     """Cores that this process may run on: its affinity mask, cut by the CPU quota of its control groups."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quota = _cpu_quota(root)
+    allowed, quota = affinity_cores(), cpu_quota(root)
     return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def affinity_cores() -> int:
+    """Cores in this process's affinity mask; all where the system has none."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def memory(root: Path) -> Memory:
@@ -126,7 +130,7 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
             yield from ((controller, folder) for folder in (inner, *inner.parents) if folder.is_relative_to(base))
 
 
-def _cpu_quota(root: Path) -> float | None:
+def cpu_quota(root: Path) -> float | None:
     """Cores' worth of CPU time allowed; the tightest of all enclosing groups."""
     quotas: list[float] = []
     for controller, folder in _groups(root):

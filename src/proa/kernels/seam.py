@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from proa.units import Phase
+from proa.units import DType, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,11 @@ class Packed:
     bias: torch.Tensor | None
     in_features: int
     out_features: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight; rows that fill the last panel (at most 15) are not counted."""
+        return self.weight.nbytes // len(self.weight) * self.out_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +64,15 @@ class RopeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKV:
-    """One layer's cache: `keys` and `values` [S, K, d]; row = page * page_size + offset."""
+    """One layer's cache: `keys` and `values` [S, K, d]; row = page * page_size + offset.
+
+    That is how the reference reads them. A backend may arrange the rows of a page otherwise; then all phases are its
+    own, because only it can read what it wrote.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    page_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +93,13 @@ class View:
 class Segment:
     """Rows [first, first + num_rows) of the batch: one phase, B `requests` of at most Q `queries` rows each.
 
-    Where requests differ in rows, `pad` [B * Q] names for each query its row of the segment (the request's last one
-    where it has fewer) and `unpad` [num_rows] the query of each row; else both are None and rows are queries.
-    `views` has one entry per window of the model (None: all earlier rows).
+    `rows` [B, 3] int64 says for each request: its first row in the segment, how many, and the position of the first;
+    `tables` [B, P] int32 are the pages of its positions from 0 on. Both lie in host memory.
+
+    For backends that gather instead of walking pages: where requests differ in rows, `pad` [B * Q] names for each
+    query its row of the segment (the request's last one where it has fewer) and `unpad` [num_rows] the query of each
+    row; else both are None and rows are queries. `views` has one entry per window of the model (None: all earlier
+    rows), made when it is first read.
     """
 
     phase: Phase
@@ -92,6 +107,8 @@ class Segment:
     num_rows: int
     requests: int
     queries: int
+    rows: np.ndarray
+    tables: np.ndarray
     pad: torch.Tensor | None
     unpad: torch.Tensor | None
     views: Mapping[int | None, View]
@@ -104,6 +121,10 @@ class DenseOps(Protocol):
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         """Arrange a weight [out, in] (and bias [out]) for `matmul`, once, at load."""
+        ...
+
+    def pack_blocks(self, blocks: torch.Tensor, bias: torch.Tensor | None, format: DType, dtype: torch.dtype) -> Packed:
+        """As `pack`, for a weight in a stored block format: uint8 [out, bytes of a row]; activations are `dtype`."""
         ...
 
     def matmul(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -120,18 +141,20 @@ class DenseOps(Protocol):
         """Add `delta` to the float32 residual `x` in place, then as `norm`."""
         ...
 
-    def attn_in(
-        self,
-        x: torch.Tensor,
-        qkv: Packed,
-        heads: Heads,
-        norm: HeadNorm | None,
-        rope: RopeRows,
-        kv: LayerKV,
-        write_slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """Project x [T, D], norm and rotate queries and keys, write keys and values to the cache rows `write_slots`
-        [T]; return the queries [T, H, d]."""
+    def logits(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """As matmul, in float32."""
+        ...
+
+    def select(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `rows` [R] of x [T, D]."""
+        ...
+
+    def lookup(self, packed: Packed, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows `token_ids` [T] of a matrix that `pack` or `table` made, float32 [T, in]."""
+        ...
+
+    def table(self, weight: torch.Tensor) -> Packed:
+        """A matrix [rows, in] for `lookup` only: it is never multiplied with."""
         ...
 
     def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
@@ -140,9 +163,32 @@ class DenseOps(Protocol):
 
 
 class AttentionOps(Protocol):
-    """Softmax attention over the paged cache. Chosen by the plan's `attention.<phase>`, one per phase."""
+    """Softmax attention over the paged cache. Chosen by the plan's `attention.<phase>`, one per phase; phases of one
+    runner share a cache arrangement."""
 
     name: str
+
+    def rotation(self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor) -> RopeRows:
+        """Each row's rotation, once per forward for all layers.
+
+        `positions` [T]; `frequencies` and `signs` [r] float32.
+        """
+        ...
+
+    def write(
+        self,
+        projected: torch.Tensor,
+        heads: Heads,
+        norm: HeadNorm | None,
+        rope: RopeRows,
+        kv: LayerKV,
+        write_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Norm and rotate the queries and keys of `projected` [T, (H + 2K) * d]; return the queries [T, H, d].
+
+        Keys and values go to the cache rows `write_slots` [T].
+        """
+        ...
 
     def attention(
         self, queries: torch.Tensor, kv: LayerKV, segment: Segment, *, window: int | None, scale: float

@@ -74,11 +74,20 @@ class BuildContext:
         return self._full(name) in self.table
 
     def parameter(self, name: str) -> nn.Parameter:
-        """An unfilled parameter on the plan's device; its shape and type stand in the table, nowhere else."""
+        """An unfilled parameter on the plan's device; its shape and type stand in the table, nowhere else. A block
+        format's is uint8 [rows, bytes of a row]."""
         info = self.table[self._full(name)]
-        dtype = self.dtype if info.dtype is None else torch_dtype(info.dtype)
-        data = torch.empty(info.shape, dtype=dtype, device=self.plan.device.value)
+        if info.dtype is not None and info.dtype.is_block:
+            shape, dtype = (info.shape[0], info.dtype.nbytes(info.shape[1])), torch.uint8
+        else:
+            shape, dtype = info.shape, self.dtype if info.dtype is None else torch_dtype(info.dtype)
+        data = torch.empty(shape, dtype=dtype, device=self.plan.device.value)
         return nn.Parameter(data, requires_grad=False)
+
+    def blocks(self, name: str) -> DType | None:
+        """The block format that a parameter is kept in, None where it is plain."""
+        dtype = self.table[self._full(name)].dtype
+        return dtype if dtype is not None and dtype.is_block else None
 
     def optional(self, name: str) -> nn.Parameter | None:
         """As `parameter`, None where the table has no such name (a bias that the model lacks)."""

@@ -61,9 +61,9 @@ class Decoder(nn.Module):
 
     def weights_bytes(self) -> int:
         """Bytes of all weights in memory: parameters and packed copies, what is shared counted once."""
-        packed = [module.packed.weight for module in self.modules() if isinstance(module, (Linear, TiedHead))]
-        held = {id(tensor): tensor for tensor in (*self.parameters(), *packed)}
-        return sum(tensor.nbytes for tensor in held.values() if tensor.device == self.embed.weight.device)
+        packed = {id(m.packed.weight): m.packed for m in self.modules() if isinstance(m, (Linear, TiedHead))}
+        plain = [p for p in self.parameters() if id(p) not in packed and p.device == self.norm.weight.device]
+        return sum(one.nbytes for one in packed.values()) + sum(parameter.nbytes for parameter in plain)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> torch.Tensor:
         """Logits [R, V] float32 of the rows that `batch` wants; `kv` has one entry per layer and is written to."""
@@ -72,5 +72,5 @@ class Decoder(nn.Module):
             delta = layer(residual, delta, batch, rope, layer_kv)
         if batch.logits_rows is not None and delta is not None:
             rows = batch.logits_rows
-            residual, delta = residual.index_select(0, rows), delta.index_select(0, rows)
+            residual, delta = self.kernels.select(residual, rows), self.kernels.select(delta, rows)
         return self.head(self.norm(residual, delta))

@@ -8,6 +8,7 @@ from torch import nn
 from proa.kernels.bind import KernelSet
 from proa.kernels.seam import Packed
 from proa.layers.base import BuildContext, Layer
+from proa.units import DType
 
 
 class Linear(Layer):
@@ -19,13 +20,26 @@ class Linear(Layer):
         super().__init__()
         self.weight = ctx.parameter("weight")
         self.bias = ctx.optional("bias")
+        self._blocks, self._dtype = ctx.blocks("weight"), ctx.dtype
         self._kernels = ctx.kernels
 
     def finish(self, kernels: KernelSet) -> None:
-        """Pack. Where the backend made a copy, the parameter keeps its shape and gives up its memory."""
-        self.packed = kernels.pack(self.weight, self.bias)
-        if self.packed.weight is not self.weight:
-            self.weight = nn.Parameter(torch.empty_like(self.weight, device="meta"), requires_grad=False)
+        self.packed = packed(kernels, self.weight, self.bias, self._blocks, self._dtype)
+        self.weight = given_up(self.weight, self.packed)
+
+
+def packed(
+    kernels: KernelSet, weight: torch.Tensor, bias: torch.Tensor | None, blocks: DType | None, dtype: torch.dtype
+) -> Packed:
+    """A loaded weight as its backend wants it; `dtype` is that of the activations."""
+    return kernels.pack(weight, bias) if blocks is None else kernels.pack_blocks(weight, bias, blocks, dtype)
+
+
+def given_up(weight: nn.Parameter, packed: Packed) -> nn.Parameter:
+    """The parameter, or where the backend packed a copy a placeholder of its shape without memory."""
+    if packed.weight is weight:
+        return weight
+    return nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
 
 class ColumnLinear(Linear):

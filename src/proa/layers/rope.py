@@ -47,6 +47,7 @@ class Rope(Layer):
         super().__init__()
         self.factors = ctx.optional("factors")
         self._spec = spec
+        self._kernels = ctx.kernels
         self._device = torch.device(ctx.plan.device.value)
 
     def finish(self, kernels: KernelSet) -> None:
@@ -56,5 +57,4 @@ class Rope(Layer):
         self.signs = torch.cat((-half, half))
 
     def forward(self, positions: torch.Tensor) -> RopeRows:
-        angles = positions.float().view(-1, 1, 1) * self.frequencies
-        return RopeRows(cos=angles.cos(), sin=angles.sin().mul_(self.signs))
+        return self._kernels.rotation(positions, self.frequencies, self.signs)

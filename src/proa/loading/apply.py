@@ -6,7 +6,7 @@ Owns the data path. What goes where, and whether all of it went, is the ledger's
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
@@ -30,11 +30,15 @@ def load_weights(parameters: Mapping[str, torch.Tensor], ledger: LoadLedger, pro
     copies = [entry for entry in entries if isinstance(entry.claim, Tied)]
     total = sum(entry.info.nbytes for entry in places + copies)
     with progress.phase(f"loading {ledger.role} weights", total) as advance:
-        for entry, chunks in _read(places, advance):
+        for entry, chunks in _read(places, ledger.blocks, advance):
             _fill(_destination(entry, parameters), chunks)
             ledger.fill(entry.info.name)
-        for entry, chunks in _read(copies, advance):
+        for entry, chunks in _read(copies, ledger.blocks, advance):
             ledger.compare(entry.info.name, _first_difference(_destination(entry, parameters), chunks))
+
+
+def _parameter(entry: Entry) -> str | None:
+    return entry.claim.parameter if isinstance(entry.claim, Place | Tied) else None
 
 
 def _destination(entry: Entry, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -62,15 +66,17 @@ def _first_difference(parameter: torch.Tensor, chunks: Iterator[tuple[int, torch
     return None
 
 
-def _read(entries: list[Entry], advance: Advance) -> Iterator[tuple[Entry, Iterator[tuple[int, torch.Tensor]]]]:
-    """Each entry with its chunks (first row, values), in file order."""
+def _read(
+    entries: list[Entry], blocks: Collection[str], advance: Advance
+) -> Iterator[tuple[Entry, Iterator[tuple[int, torch.Tensor]]]]:
+    """Each entry with its chunks (first row, values), in file order. Parameters in `blocks` get the stored bytes."""
     by_file: dict[Path, list[Entry]] = {}
     for entry in sorted(entries, key=lambda entry: entry.info.offset):
         by_file.setdefault(entry.info.file, []).append(entry)
     for path, members in by_file.items():
         with _Mapped(path) as mapped:
             for entry in members:
-                yield entry, mapped.chunks(entry.info)
+                yield entry, mapped.chunks(entry.info, is_raw=_parameter(entry) in blocks)
                 mapped.forget(entry.info)
                 advance(entry.info.nbytes)
 
@@ -89,8 +95,9 @@ class _Mapped:
     def __exit__(self, *_: object) -> None:
         del self._map  # unmapped with the last tensor over it
 
-    def chunks(self, info: TensorInfo) -> Iterator[tuple[int, torch.Tensor]]:
-        """Values of `info` in runs of whole rows: in the stored type for plain types, float32 for block formats."""
+    def chunks(self, info: TensorInfo, *, is_raw: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """Values of `info` in runs of whole rows: in the stored type for plain types, float32 for block formats; or, if
+        `is_raw`, the bytes of each row."""
         if info.offset + info.nbytes > len(self._map):
             raise CheckpointError(
                 "checkpoint/truncated",
@@ -105,7 +112,8 @@ class _Mapped:
             raw = torch.frombuffer(
                 self._map, dtype=torch.uint8, count=count * row_bytes, offset=info.offset + row * row_bytes
             )
-            yield row, _hub_order(_values(raw, info, (count, *info.shape[1:])), info)
+            values = raw.view(count, row_bytes) if is_raw else _values(raw, info, (count, *info.shape[1:]))
+            yield row, _hub_order(values, info)
 
     def forget(self, info: TensorInfo) -> None:
         """Let the system take back the tensor's pages: read once, they only add to the process's size."""

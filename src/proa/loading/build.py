@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from proa.checkpoint.open import require_data
 from proa.dist.mesh import SINGLE
@@ -21,24 +22,27 @@ class BuiltModel:
     ledger: LoadLedger
 
 
-def construct(planned: Planned) -> Decoder:
+def construct(planned: Planned, library: Path | None) -> Decoder:
     """The model with unfilled parameters, on the plan's device (`meta` costs nothing) and with kernels of its own."""
     context = BuildContext(
         plan=planned.plan,
         table=planned.parameters,
         mesh=SINGLE,
-        kernels=bind(kernel_names(planned.plan)),
+        kernels=bind(kernel_names(planned.plan), library),
         prefix="",
     )
     return Decoder(context, planned.spec).eval()
 
 
-def build(planned: Planned, progress: Progress) -> BuiltModel:
-    """Load one runner. Refuses (WeightError, exit 3) before reading any data when headers show that it cannot fit."""
+def build(planned: Planned, progress: Progress, library: Path | None) -> BuiltModel:
+    """Load one runner. Refuses (WeightError, exit 3) before reading any data when headers show that it cannot fit.
+
+    `library` is the compiled file of the native kernels, where the plan names them.
+    """
     ledger = LoadLedger(planned)
     ledger.refuse_findings()
     require_data(planned.checkpoint)
-    model = construct(planned)
+    model = construct(planned, library)
     load_weights(dict(model.named_parameters()), ledger, progress)
     ledger.close()
     model.finish()

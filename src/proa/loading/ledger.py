@@ -60,6 +60,7 @@ class LoadLedger:
         self._dtypes = expected_dtypes(planned.checkpoint)
         self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._parameters}
         self._compared: set[str] = set()
+        self.blocks = frozenset(name for name, _ in planned.plan.layout.blocks)
         self.is_closed = False
 
     # From headers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -93,17 +93,51 @@ def _segment(
     is_ragged = num_rows != queries * len(part)
     pad = _tensor((firsts[:, None] + query).reshape(-1), device) if is_ragged else None
     real = np.flatnonzero((np.arange(queries) < counts[:, None]).reshape(-1))
-    positions = np.array([[span.start] for span, _ in part]) + query
+    starts = np.array([span.start for span, _ in part])
+    positions = starts[:, None] + query
     return Segment(
         phase=part[0][0].phase,
         first=first,
         num_rows=num_rows,
         requests=len(part),
         queries=queries,
+        rows=np.stack((firsts, counts, starts), axis=1),
+        tables=_tables([span.pages for span, _ in part]),
         pad=pad,
         unpad=_tensor(real, device) if is_ragged else None,
-        views={window: _view([slots for _, slots in part], positions, window, device) for window in windows},
+        views=_Views([slots for _, slots in part], positions, windows, device),
     )
+
+
+def _tables(pages: Sequence[Sequence[int]]) -> np.ndarray:
+    """[B, P] int32, each row padded with the request's own first page."""
+    tables = np.empty((len(pages), max(map(len, pages))), dtype=np.int32)
+    for row, own in zip(tables, pages, strict=True):
+        row[: len(own)], row[len(own) :] = own, own[0]
+    return tables
+
+
+class _Views(Mapping[int | None, View]):
+    """The views of a segment by window. Each is made when it is first read: not every backend gathers."""
+
+    def __init__(
+        self, slots: Sequence[np.ndarray], positions: np.ndarray, windows: Collection[int | None], device: str
+    ) -> None:
+        self._slots, self._positions, self._windows, self._device = slots, positions, windows, device
+        self._made: dict[int | None, View] = {}
+
+    def __getitem__(self, window: int | None) -> View:
+        if window not in self._made:
+            if window not in self._windows:
+                raise KeyError(window)
+            self._made[window] = _view(self._slots, self._positions, window, self._device)
+        return self._made[window]
+
+    def __iter__(self) -> Iterator[int | None]:
+        return iter(self._windows)
+
+    def __len__(self) -> int:
+        return len(self._windows)
 
 
 def _view(slots: Sequence[np.ndarray], positions: np.ndarray, window: int | None, device: str) -> View:

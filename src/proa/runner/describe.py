@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 from proa.arch.decoder import DecoderSpec
@@ -13,6 +12,7 @@ from proa.kernels.bind import KernelNames
 from proa.layers.base import kernel_names, torch_dtype
 from proa.layers.decoder import Decoder
 from proa.layers.embedding import TiedHead
+from proa.plan.footprint import weights_bytes
 from proa.plan.runner_plan import RunnerPlan
 from proa.units import Phase
 
@@ -22,7 +22,7 @@ def built(model: Decoder, kv: KVCache) -> dict[str, Any]:
     embedding = model.embed.weight
     return {
         **_kernels(model.kernels.names),
-        "device": embedding.device.type,
+        "device": model.norm.weight.device.type,
         "dtype": str(embedding.dtype),
         "kv_dtype": str(kv.layers[0].keys.dtype),
         "layout": {"head": "tied" if isinstance(model.head, TiedHead) else "untied"},
@@ -49,7 +49,7 @@ def promised(
         "num_layers": plan.num_layers,
         "page_size": page_size,
         "num_pages": num_pages,
-        "weights_bytes": sum((info.dtype or dtype).nbytes(prod(info.shape)) for info in parameters.values()),
+        "weights_bytes": weights_bytes(parameters, plan),
         "kv_bytes": sum(plan.kv_dtype.value.nbytes(rows * layer.state.kv_width) for layer in spec.layers),
     }
 

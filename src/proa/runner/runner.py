@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from proa.loading.ledger import LoadLedger
 from proa.plan.runner_plan import RunnerPlan
 from proa.runner import describe
 from proa.runner.batch import ForwardOutput, RowSpan, make_batch
+from proa.runner.recorded import RecordedForward
 
 
 class Runner:
@@ -36,12 +38,14 @@ class Runner:
             dtype=torch_dtype(plan.kv_dtype.value),
             device=self._device,
         )
+        recorded = RecordedForward(model, self._kv.layers, spec.vocab)
+        self._forward = recorded if recorded.is_possible else partial(model, kv=self._kv.layers)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[RowSpan]) -> ForwardOutput:
         """Compute the rows of all spans, write their keys and values, return the logits that the spans want."""
         batch = make_batch(spans, page_size=self._kv.page_size, windows=self._windows, device=self._device)
-        return ForwardOutput(logits=self._model(batch, self._kv.layers))
+        return ForwardOutput(logits=self._forward(batch))
 
     def describe(self) -> dict[str, Any]:
         """What was really built: kernels per phase, types, layout, sizes. Equal to what the plan promised."""

@@ -13,11 +13,11 @@ REFERENCE = KernelNames(matmul="reference", attention=dict.fromkeys(Phase, "refe
 
 
 def test_a_kernel_set_says_which_backends_it_has() -> None:
-    assert bind(REFERENCE).names == REFERENCE
+    assert bind(REFERENCE, None).names == REFERENCE
 
 
 def test_calls_are_counted_by_op_and_backend() -> None:
-    kernels = bind(REFERENCE)
+    kernels = bind(REFERENCE, None)
     packed = kernels.pack(torch.eye(4), None)
     for _ in range(3):
         kernels.matmul(torch.ones(2, 4), packed)
@@ -25,7 +25,7 @@ def test_calls_are_counted_by_op_and_backend() -> None:
 
 
 def test_two_kernel_sets_do_not_share_their_counts() -> None:
-    first, second = bind(REFERENCE), bind(REFERENCE)
+    first, second = bind(REFERENCE, None), bind(REFERENCE, None)
     first.pack(torch.eye(4), None)
     assert not second.calls
 
@@ -39,5 +39,5 @@ def test_two_kernel_sets_do_not_share_their_counts() -> None:
 )
 def test_a_name_without_a_kernel_is_refused_by_its_knob(names: KernelNames, knob: str) -> None:
     with pytest.raises(KernelUnavailable, match=knob) as caught:
-        bind(names)
+        bind(names, None)
     assert caught.value.slug == "kernels/unknown"

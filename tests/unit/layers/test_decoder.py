@@ -34,7 +34,7 @@ def on_meta(plan: Planned) -> Planned:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_parameters_of_the_modules_are_those_of_the_table(family: str, tiny: Callable[..., Path]) -> None:
     plan = planned(tiny(family), dtype="bfloat16").target
-    built = {name: (tuple(p.shape), p.dtype) for name, p in construct(plan).named_parameters()}
+    built = {name: (tuple(p.shape), p.dtype) for name, p in construct(plan, None).named_parameters()}
     table = {name: (info.shape, torch_dtype(info.dtype or DType.BF16)) for name, info in plan.parameters.items()}
     assert built == table
 
@@ -54,7 +54,7 @@ def test_parameters_that_few_families_have_are_those_of_the_table(tiny: Callable
     )
     spec = replace(plan.spec, layers=layers)
     table = decoder_parameters(spec, plan.plan.layout)
-    model = construct(on_meta(replace(plan, spec=spec, parameters=table)))
+    model = construct(on_meta(replace(plan, spec=spec, parameters=table)), None)
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
         name: info.shape for name, info in table.items()
     }
@@ -87,24 +87,24 @@ def kept_plans(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_module_keeps_a_plan(family: str, tiny: Callable[..., Path]) -> None:
-    model = construct(planned(tiny(family)).target)
+    model = construct(planned(tiny(family)).target, None)
     model.finish()
     assert kept_plans(model) == []
 
 
 def test_a_module_that_keeps_its_plan_is_found(tiny: Callable[..., Path]) -> None:
     plan = planned(tiny("llama")).target
-    model = construct(plan)
+    model = construct(plan, None)
     model.layers[1].attn._spec = (plan.plan,)
     assert "layers.1.attn: RunnerPlan" in kept_plans(model)
 
 
 def test_a_forward_on_the_meta_device_has_the_right_shape_and_costs_nothing(tiny: Callable[..., Path]) -> None:
     plan = on_meta(planned(tiny("qwen3")).target)
-    model = construct(plan)
+    model = construct(plan, None)
     model.finish()
     kv = [
-        LayerKV(keys=torch.empty(32, 2, 32, device="meta"), values=torch.empty(32, 2, 32, device="meta"))
+        LayerKV(keys=torch.empty(32, 2, 32, device="meta"), values=torch.empty(32, 2, 32, device="meta"), page_size=16)
         for _ in plan.spec.layers
     ]
     span = RowSpan(phase=Phase.PREFILL, tokens=[1, 2, 3], start=0, pages=[1, 0], logits=[0, 2])
@@ -116,7 +116,7 @@ def test_a_forward_on_the_meta_device_has_the_right_shape_and_costs_nothing(tiny
 def test_a_packed_copy_takes_the_place_of_the_parameter(tiny: Callable[..., Path]) -> None:
     """A backend that rearranges weights must not leave two of each in memory; a tied embedding stays, for lookup."""
     plan = planned(tiny("llama")).target
-    model = construct(plan)
+    model = construct(plan, None)
     stored = sum(parameter.nbytes for parameter in model.parameters())
     reference = model.kernels.pack
     model.kernels.pack = lambda weight, bias: reference(weight.clone(), bias)  # type: ignore[method-assign]  # a fake backend
@@ -133,7 +133,7 @@ def test_layers_with_different_ropes_are_refused(tiny: Callable[..., Path]) -> N
     first, *rest = plan.spec.layers
     other = replace(first, mixer=replace(first.mixer, rope=replace(first.mixer.rope, base=1.0)))
     context = BuildContext(
-        plan=plan.plan, table=plan.parameters, mesh=SINGLE, kernels=bind(kernel_names(plan.plan)), prefix=""
+        plan=plan.plan, table=plan.parameters, mesh=SINGLE, kernels=bind(kernel_names(plan.plan), None), prefix=""
     )
     with pytest.raises(ValueError, match="2 different ropes"):
         Decoder(context, replace(plan.spec, layers=(other, *rest)))

@@ -34,7 +34,7 @@ def test_a_built_runner_is_what_its_plan_promised(
 def test_a_runner_that_was_built_differently_does_not_pass_for_its_plan(tiny: Callable[..., Path]) -> None:
     """The reverse: build with another cache type than the plan's, and the description says so."""
     plan = planned(tiny("llama")).target
-    built = build(plan, Silent())
+    built = build(plan, Silent(), None)
     other = replace(plan.plan, kv_dtype=replace(plan.plan.kv_dtype, value=DType.BF16))
     said = Runner(other, plan.spec, built.model, built.ledger, 9).describe()
     expected = promised(plan.plan, plan.spec, plan.parameters, 9)

@@ -9,13 +9,37 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from proa.kernels.seam import LayerKV, Segment, View
+from proa.kernels.reference.misc import rms_norm, rotate
+from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows, Segment, View
 
 
 class ReferenceAttention:
     """AttentionOps: gather each request's visible rows, then attend over all requests of the segment at once."""
 
     name = "reference"
+
+    def rotation(self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor) -> RopeRows:
+        angles = positions.float().view(-1, 1, 1) * frequencies
+        return RopeRows(cos=angles.cos(), sin=angles.sin().mul_(signs))
+
+    def write(
+        self,
+        projected: torch.Tensor,
+        heads: Heads,
+        norm: HeadNorm | None,
+        rope: RopeRows,
+        kv: LayerKV,
+        write_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        rows = projected.view(len(projected), heads.query + 2 * heads.key_value, heads.size)
+        rotated, values = rows.split((heads.query + heads.key_value, heads.key_value), dim=1)
+        rotated = rotated.float()
+        if norm is not None:
+            rotated = rms_norm(rotated, None, norm.eps) * norm.weight
+        queries, keys = rotate(rotated, rope).to(projected.dtype).split((heads.query, heads.key_value), dim=1)
+        kv.keys.index_copy_(0, write_slots, keys.to(kv.keys.dtype))
+        kv.values.index_copy_(0, write_slots, values.to(kv.values.dtype))
+        return queries
 
     def attention(
         self, queries: torch.Tensor, kv: LayerKV, segment: Segment, *, window: int | None, scale: float

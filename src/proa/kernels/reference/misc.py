@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from proa.kernels.seam import HeadNorm, Heads, LayerKV, Packed, RopeRows
+from proa.kernels.reference.dequant import dequantize
+from proa.kernels.seam import Packed, RopeRows
+from proa.units import DType
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -32,6 +34,11 @@ class ReferenceDense:
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         return Packed(weight=weight, bias=bias, in_features=weight.shape[1], out_features=weight.shape[0])
 
+    def pack_blocks(self, blocks: torch.Tensor, bias: torch.Tensor | None, format: DType, dtype: torch.dtype) -> Packed:
+        elements = blocks.numel() // format.storage.nbytes * format.storage.elements
+        shape = (len(blocks), elements // len(blocks))
+        return self.pack(dequantize(blocks.flatten(), format, shape).to(dtype), bias)
+
     def matmul(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         return F.linear(x, packed.weight, packed.bias)
 
@@ -43,25 +50,17 @@ class ReferenceDense:
     ) -> torch.Tensor:
         return self.norm(x.add_(delta), weight, eps, dtype)
 
-    def attn_in(
-        self,
-        x: torch.Tensor,
-        qkv: Packed,
-        heads: Heads,
-        norm: HeadNorm | None,
-        rope: RopeRows,
-        kv: LayerKV,
-        write_slots: torch.Tensor,
-    ) -> torch.Tensor:
-        rows = self.matmul(x, qkv).view(x.shape[0], heads.query + 2 * heads.key_value, heads.size)
-        rotated, values = rows.split_with_sizes((heads.query + heads.key_value, heads.key_value), dim=1)
-        rotated = rotated.float()
-        if norm is not None:
-            rotated = rms_norm(rotated, None, norm.eps) * norm.weight
-        queries, keys = rotate(rotated, rope).to(x.dtype).split_with_sizes((heads.query, heads.key_value), dim=1)
-        kv.keys.index_copy_(0, write_slots, keys.to(kv.keys.dtype))
-        kv.values.index_copy_(0, write_slots, values.to(kv.values.dtype))
-        return queries
+    def logits(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        return self.matmul(x, packed).float()
+
+    def select(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, rows)
+
+    def lookup(self, packed: Packed, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, packed.weight).float()
+
+    def table(self, weight: torch.Tensor) -> Packed:
+        return self.pack(weight, None)
 
     def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
         gate, up = self.matmul(x, gate_up).chunk(2, dim=-1)

@@ -1,0 +1,122 @@
+"""The C interface of csrc/proa.cpp as ctypes structures, and the loading of the library. Owns no meaning: see there."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+
+from proa.errors import KernelUnavailable
+
+
+class Kind(IntEnum):
+    """enum Kind."""
+
+    LOOKUP = 0
+    TABLE = 1
+    ADD_NORM = 2
+    MATMUL = 3
+    LOGITS = 4
+    FFN = 5
+    ROTATION = 6
+    WRITE = 7
+    ATTENTION = 8
+    SELECT = 9
+
+
+class Form(IntEnum):
+    """enum Form of csrc/linear.h."""
+
+    F32 = 0
+    BF16 = 1
+    Q8_0 = 2
+    Q4_0 = 3
+    Q4_1 = 4
+    Q4_K = 5
+    Q6_K = 6
+
+
+class CLinear(Structure):
+    """struct Linear of csrc/linear.h."""
+
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("form", c_int64), ("out", c_int64), ("in_", c_int64))
+
+
+class CHeads(Structure):
+    """struct HeadShape."""
+
+    _fields_ = (
+        ("query", c_int64),
+        ("key_value", c_int64),
+        ("size", c_int64),
+        ("rope", c_int64),
+        ("eps", c_float),
+        ("norm", c_void_p),
+    )
+
+
+class CCache(Structure):
+    """struct Cache of csrc/attention.h."""
+
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("page_size", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+class COp(Structure):
+    """struct Op."""
+
+    _fields_ = (
+        ("kind", c_int64),
+        ("selected", c_int64),
+        ("n", c_int64),
+        ("m", c_int64),
+        ("f", c_double),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("c", c_void_p),
+        ("d", c_void_p),
+        ("e", c_void_p),
+        ("out", c_void_p),
+        ("tmp", c_void_p),
+        ("scratch", c_void_p),
+    )
+
+
+class CBatch(Structure):
+    """struct Batch."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("num_logits", c_int64),
+        ("num_requests", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("logits_rows", c_void_p),
+        ("requests", c_void_p),
+        ("logits", c_void_p),
+    )
+
+
+def load_library(path: Path | None) -> ctypes.CDLL:
+    """The compiled kernels. Raises KernelUnavailable `kernels/no-library` without a file: plans never lead here."""
+    if path is None:
+        raise KernelUnavailable("kernels/no-library", "native kernels were planned, but their library was not built")
+    library = ctypes.CDLL(str(path))
+    library.proa_pack.argtypes = (c_int64, c_void_p, c_int64, c_int64, c_void_p)
+    library.proa_pack.restype = None
+    library.proa_row_bytes.argtypes = (c_int64, c_int64)
+    library.proa_row_bytes.restype = c_int64
+    library.proa_pack_blocks.argtypes = (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)
+    library.proa_pack_blocks.restype = None
+    library.proa_run.argtypes = (c_int64, POINTER(COp), c_int64, POINTER(CBatch))
+    library.proa_run.restype = None
+    library.proa_scratch_bytes.argtypes = (c_int64, c_int64)
+    library.proa_scratch_bytes.restype = c_int64
+    return library

@@ -1,0 +1,76 @@
+"""Compiles the CPU kernels for this machine, once, into a directory that it is given. Owns no choice of kernels.
+
+The library is a plain C interface without torch or Python headers, so one compiler call makes it. Its file name holds a
+digest of sources, compiler and flags: another source, compiler or processor never meets a stale file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from proa.errors import KernelUnavailable
+
+SOURCES = Path(__file__).parent / "csrc"
+# Contraction of a * b + c to one rounding is allowed: it is the same in every tile, so rows stay reproducible.
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-ffp-contract=fast", "-w")
+
+
+def library_path(cache: Path, compiler: str, isa: tuple[str, ...]) -> Path:
+    """Where the library for these sources, this compiler and this processor lies, or would."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    digest.update("\0".join((compiler, _version(compiler), *FLAGS, *isa)).encode())
+    return cache / "kernels" / f"proa-{digest.hexdigest()[:16]}.so"
+
+
+def build(cache: Path, compiler: str, isa: tuple[str, ...], note: Callable[[str], None]) -> Path:
+    """The compiled library; compiled now if it is not there yet, while other processes wait.
+
+    Raises KernelUnavailable `kernels/build` with the compiler's first lines.
+    """
+    path = library_path(cache, compiler, isa)
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(path.with_suffix(".lock")):
+        if not path.exists():
+            note(f"compiling CPU kernels with {compiler} (once for this machine)")
+            _compile(compiler, path)
+    return path
+
+
+def _compile(compiler: str, path: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    made = Path(name)
+    try:
+        command = [compiler, *FLAGS, "-o", str(made), str(SOURCES / "proa.cpp")]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            lines = tuple(result.stderr.splitlines()[:5])
+            raise KernelUnavailable("kernels/build", f"{compiler} could not compile the CPU kernels", facts=lines)
+        made.chmod(0o755)
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _version(compiler: str) -> str:
+    result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return result.stdout.splitlines()[0] if result.stdout else "unknown"
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time; the operating system frees it when the holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,102 @@
+// One linear map of any packed form, applied by a running OpenMP team. The forms share one calling pattern, so a caller
+// (matmul, attention input, gated MLP) does not know which it has.
+#pragma once
+#include "matmul.h"
+#include "quant.h"
+
+namespace proa {
+
+enum Form : int64_t { F32, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K };
+
+// f(FormQ8_0{}) and so on: turns the form of a quantised weight into a type. Plans use these forms where the processor has
+// the dot product; elsewhere they are not compiled, which takes most of the compiler's time.
+template <class F> static inline void with_form(int64_t form, F f) {
+#if defined(__AVX512VNNI__)
+    switch (form) {
+        case Q8_0: return f(FormQ8_0{});
+        case Q4_0: return f(FormQ4_0{});
+        case Q4_1: return f(FormQ4_1{});
+        case Q4_K: return f(FormQ4_K{});
+        case Q6_K: return f(FormQ6_K{});
+    }
+#else
+    (void)form, (void)f;
+#endif
+}
+
+struct Linear {  // filled by Python (native/ops.py: CLinear); rows of W are padded to whole panels of 16
+    const void* packed;
+    const float* bias;  // [rows padded to 16], or null
+    int64_t form, out, in;
+    int64_t panels() const { return (out + 15) / 16; }
+};
+
+// Room for quantised activations, [rows]: values, scales and sums one after the other. See scratch_bytes().
+static inline int64_t scratch_bytes(int64_t rows, int64_t in) { return rows * (in + in / BLOCK * 12 + 64); }
+static inline Quantised quantised_row(void* scratch, int64_t rows, int64_t in, int64_t m) {
+    auto* values = (int8_t*)scratch;
+    auto* scales = (float*)(values + (rows * in + 63) / 64 * 64);
+    auto* sums = (int32_t*)(scales + rows * (in / BLOCK));
+    return {values + m * in, scales + m * (in / BLOCK), sums + m * (in / BLOCK) * 2};
+}
+
+template <class F, class Finish>
+static inline void quant_product(const Linear& w, int64_t rows, void* scratch, Range share, Finish finish) {
+    constexpr int NB = 2;
+    const int64_t blocks = w.in / BLOCK, stride = blocks * F::SIZE;
+    for (int64_t p = share.begin; p < share.end; p += NB) {
+        const auto* at = (const uint8_t*)w.packed + p * stride;
+        for (int64_t m = 0; m < rows; m += ROWS) {
+            with_rows(int(rows - m < ROWS ? rows - m : ROWS), [&](auto count) {
+                constexpr int R = decltype(count)::value;
+                Quantised q[R];
+                for (int i = 0; i < R; i++) q[i] = quantised_row(scratch, rows, w.in, m + i);
+                if (p + NB <= share.end) {
+                    f32x16 acc[R][NB] = {};
+                    const uint8_t* const panel[NB] = {at, at + stride};
+                    quant_tile<F, R, NB>(q, panel, blocks, acc);
+                    for (int i = 0; i < R; i++) for (int b = 0; b < NB; b++) finish(m + i, (p + b) * 16, acc[i][b]);
+                } else {
+                    f32x16 acc[R][1] = {};
+                    const uint8_t* const panel[1] = {at};
+                    quant_tile<F, R, 1>(q, panel, blocks, acc);
+                    for (int i = 0; i < R; i++) finish(m + i, p * 16, acc[i][0]);
+                }
+            });
+        }
+    }
+}
+
+// y = x W^T + b for x [rows, in], rows `ldx` apart. Every thread of the team calls it; `finish(row, first column, 16 sums)` may run on any.
+template <class T, class Finish>
+static inline void apply(const Linear& w, const T* x, int64_t ldx, int64_t rows, void* scratch, Finish finish) {
+    auto with_bias = [&](int64_t m, int64_t n, f32x16 v) { finish(m, n, w.bias ? v + load<f32x16>(w.bias + n) : v); };
+    const Range share = my_share(w.panels());
+    if (w.form == F32 || w.form == BF16) {
+        product<T>(rows, x, ldx, (const T*)w.packed, w.in, share.begin, share.end, with_bias);
+        return;
+    }
+    const Range mine = my_share(rows);
+    for (int64_t m = mine.begin; m < mine.end; m++) quantise_row(x + m * ldx, w.in, quantised_row(scratch, rows, w.in, m));
+#pragma omp barrier
+    with_form(w.form, [&](auto form) { quant_product<decltype(form)>(w, rows, scratch, share, with_bias); });
+}
+
+// Row `n` of W as float32.
+template <class T> static inline void unpack_row(const Linear& w, int64_t n, float* y) {
+    if (w.form >= Q8_0)
+        return with_form(w.form, [&](auto form) { unpack_quant_row<decltype(form)>((const uint8_t*)w.packed, n, w.in, y); });
+    constexpr int U = Unit<T>::U;
+    const T* panel = (const T*)w.packed + n / 16 * 16 * w.in + n % 16 * U;
+    for (int64_t k = 0; k < w.in; k++) y[k] = to_float(panel[k / U * U * 16 + k % U]);
+}
+
+// Sixteen results of one row to y [.., out]; the last panel may be partly outside.
+template <class Y> static inline void put(Y* row, int64_t n, int64_t out, f32x16 v) {
+    if (n + 16 <= out) return store16(row + n, v);
+    Y last[16];
+    store16(last, v);
+    std::memcpy(row + n, last, (out - n) * sizeof(Y));
+}
+
+}  // namespace proa

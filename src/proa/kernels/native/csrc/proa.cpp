@@ -1,0 +1,264 @@
+// The C interface of Proa's CPU kernels: a list of ops, run by one team of threads. Plain pointers and counts; the ops are
+// those of kernels/seam.py. Activations and cache are float32 or bfloat16 (`T`); residuals and norm weights are float32.
+//
+// Python builds the list once per model (native/program.py) and calls it once per forward, or calls one op at a time.
+#include "attention.h"
+#include "linear.h"
+
+namespace proa {
+
+enum Kind : int64_t { LOOKUP, TABLE, ADD_NORM, MATMUL, LOGITS, FFN, ROTATION, WRITE, ATTENTION, SELECT };
+
+struct Op {  // native/abi.py: COp. Which fields an op uses stands at its function below.
+    int64_t kind, selected;  // selected: over the rows that want logits instead of all rows
+    int64_t n, m;
+    double f;
+    const void *a, *b, *c, *d, *e;
+    void *out, *tmp, *scratch;
+};
+
+struct Batch {  // native/abi.py: CBatch. What changes from one forward to the next.
+    int64_t rows, num_logits, num_requests;
+    const int64_t *token_ids, *positions, *slots, *logits_rows;
+    const Rows* requests;
+    float* logits;
+};
+
+template <class T> static inline void norm_row(const float* x, const float* weight, float eps, int64_t D, T* y) {
+    f32x16 squares{};
+    for (int64_t d = 0; d < D; d += 16) { f32x16 v = load<f32x16>(x + d); squares += v * v; }
+    const float inverse = 1.f / std::sqrt(sum(squares) / float(D) + eps);
+    for (int64_t d = 0; d < D; d += 16) store16(y + d, load<f32x16>(x + d) * inverse * load<f32x16>(weight + d));
+}
+
+// a residual [rows, n] (advanced in place), b delta [rows, n] or null, c weight [n], f eps -> out [rows, n]
+template <class T> static void add_norm(const Op& op, int64_t rows) {
+    const Range mine = my_share(rows);
+    for (int64_t m = mine.begin; m < mine.end; m++) {
+        float* row = (float*)op.a + m * op.n;
+        const T* delta = (const T*)op.b + m * op.n;
+        if (op.b) for (int64_t d = 0; d < op.n; d += 16) store(row + d, load<f32x16>(row + d) + load16(delta + d));
+        norm_row(row, (const float*)op.c, float(op.f), op.n, (T*)op.out + m * op.n);
+    }
+}
+
+// a x [rows, in], b Linear -> out [rows, out] of type Y
+template <class T, class Y> static void matmul(const Op& op, int64_t rows, Y* out) {
+    const Linear& w = *(const Linear*)op.b;
+    apply<T>(w, (const T*)op.a, w.in, rows, op.scratch, [&](int64_t m, int64_t n, f32x16 v) { put(out + m * w.out, n, w.out, v); });
+}
+
+// a x [rows, in], b gate and up, c down -> out [rows, out]. tmp [rows, 2 * width]: gate and up, then silu(gate) * up in the
+// first half of each row.
+template <class T> static void ffn(const Op& op, int64_t rows) {
+    const Linear &gate_up = *(const Linear*)op.b, &down = *(const Linear*)op.c;
+    const int64_t width = gate_up.out / 2, vectors = width / 16;
+    T *hidden = (T*)op.tmp, *y = (T*)op.out;
+    apply<T>(gate_up, (const T*)op.a, gate_up.in, rows, op.scratch,
+             [&](int64_t m, int64_t n, f32x16 v) { store16(hidden + m * 2 * width + n, v); });
+#pragma omp barrier
+    const Range mine = my_share(rows * vectors);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+        T* gate = hidden + i / vectors * 2 * width + i % vectors * 16;
+        store16(gate, silu(load16(gate)) * load16(gate + width));
+    }
+#pragma omp barrier
+    apply<T>(down, hidden, 2 * width, rows, op.scratch,
+             [&](int64_t m, int64_t n, f32x16 v) { put(y + m * down.out, n, down.out, v); });
+}
+
+// a frequencies [n], b signs [n] -> out cosines [rows, n], tmp signed sines [rows, n]
+static void rotation(const Op& op, const Batch& batch) {
+    const float *frequency = (const float*)op.a, *sign = (const float*)op.b;
+    const Range mine = my_share(batch.rows);
+    for (int64_t m = mine.begin; m < mine.end; m++)
+        for (int64_t d = 0; d < op.n; d++) {
+            const float angle = float(batch.positions[m]) * frequency[d];
+            ((float*)op.out)[m * op.n + d] = std::cos(angle);
+            ((float*)op.tmp)[m * op.n + d] = std::sin(angle) * sign[d];
+        }
+}
+
+struct HeadShape { int64_t query, key_value, size, rope; float eps; const float* norm; };  // norm [query + key_value, size] or null
+
+// One query or key head of one row: RMS norm, then rotation of the first `rope` elements (halves are pairs).
+static inline void norm_rotate(const HeadShape& h, int64_t head, const float* cos, const float* sin, float* v) {
+    if (h.norm) {
+        f32x16 squares{};
+        for (int64_t d = 0; d < h.size; d += 16) squares += load<f32x16>(v + d) * load<f32x16>(v + d);
+        const float inverse = 1.f / std::sqrt(sum(squares) / float(h.size) + h.eps);
+        for (int64_t d = 0; d < h.size; d++) v[d] = v[d] * inverse * h.norm[head * h.size + d];
+    }
+    const int64_t half = h.rope / 2;
+    for (int64_t d = 0; d < half; d++) {
+        const float a = v[d], b = v[d + half];
+        v[d] = a * cos[d] + b * sin[d];
+        v[d + half] = b * cos[d + half] + a * sin[d + half];
+    }
+}
+
+// a projected [rows, (query + 2 key_value) * size], b HeadShape, c Cache, d cosines, e sines -> out queries
+// [rows, query, size]; keys and values go to the cache rows `slots`.
+template <class T> static void write(const Op& op, const Batch& batch) {
+    const HeadShape& h = *(const HeadShape*)op.b;
+    const Cache& cache = *(const Cache*)op.c;
+    const int64_t heads = h.query + 2 * h.key_value;
+    const Range mine = my_share(batch.rows * heads);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+        const int64_t m = i / heads, head = i % heads;
+        const bool is_value = head >= h.query + h.key_value;
+        alignas(64) float v[MAX_HEAD];
+        for (int64_t d = 0; d < h.size; d += 16) store(v + d, load16((const T*)op.a + i * h.size + d));
+        if (!is_value) norm_rotate(h, head, (const float*)op.d + m * h.rope, (const float*)op.e + m * h.rope, v);
+        if (head < h.query) {
+            T* to = (T*)op.out + (m * h.query + head) * h.size;
+            for (int64_t d = 0; d < h.size; d += 16) store16(to + d, load<f32x16>(v + d));
+            continue;
+        }
+        alignas(64) T rounded[MAX_HEAD];
+        for (int64_t d = 0; d < h.size; d += 16) store16(rounded + d, load<f32x16>(v + d));
+        const int64_t kv_head = (head - h.query) % h.key_value, offset = batch.slots[m] % cache.page_size;
+        const int32_t page = int32_t(batch.slots[m] / cache.page_size);
+        const int64_t group = cache.group(&page, kv_head, offset);
+        for (int64_t d = 0; d < h.size; d++)
+            if (is_value) write_value((T*)cache.values + group, offset, d, rounded[d]);
+            else write_key((T*)cache.keys + group, offset, d, rounded[d]);
+    }
+}
+
+// a queries [rows, n heads, D], b Cache, f scale, m window (0: none) -> out [rows, n, D]. One task is up to ROWS query heads
+// of one kv head of one request; fewer where there are few tasks, so that every thread has some. The split does not change
+// a row's bits.
+template <class T> static void attention(const Op& op, const Batch& batch) {
+    const Cache& cache = *(const Cache*)op.b;
+    const int64_t heads = op.n, share = heads / cache.kv_heads, D = cache.head_dim;
+    const int64_t team = omp_get_num_threads(), total = batch.rows * heads;
+    int64_t width = (total + 4 * team - 1) / (4 * team), task = 0;
+    width = width < 1 ? 1 : width > ROWS ? ROWS : width;
+    for (int64_t r = 0; r < batch.num_requests; r++) {
+        const Rows& rows = batch.requests[r];
+        const int64_t queries = rows.count * share, tiles = (queries + width - 1) / width;
+        for (int64_t t = tiles * cache.kv_heads - 1; t >= 0; t--, task++) {  // longest first
+            if (task % team != omp_get_thread_num()) continue;
+            const int64_t kv = t % cache.kv_heads, first = t / cache.kv_heads * width;
+            with_rows(int(queries - first < width ? queries - first : width), [&](auto n) {
+                constexpr int M = decltype(n)::value;
+                alignas(64) T q[M * MAX_HEAD];
+                int64_t at[M];
+                T* to[M];
+                for (int m = 0; m < M; m++) {
+                    const int64_t row = (first + m) / share, head = kv * share + (first + m) % share;
+                    const int64_t place = ((rows.first + row) * heads + head) * D;
+                    std::memcpy(q + m * D, (const T*)op.a + place, D * sizeof(T));
+                    at[m] = rows.start + row;
+                    to[m] = (T*)op.out + place;
+                }
+                attend<T, M>(q, at, cache, rows.table, kv, float(op.f), op.m, to);
+            });
+        }
+    }
+}
+
+// b Linear: rows `token_ids` of a packed matrix -> out float32 [rows, in]
+template <class T> static void lookup(const Op& op, const Batch& batch) {
+    const Linear& w = *(const Linear*)op.b;
+    const Range mine = my_share(batch.rows);
+    for (int64_t m = mine.begin; m < mine.end; m++) unpack_row<T>(w, batch.token_ids[m], (float*)op.out + m * w.in);
+}
+
+// a matrix [.., n]: rows `token_ids` -> out float32 [rows, n]
+template <class T> static void table(const Op& op, const Batch& batch) {
+    const Range mine = my_share(batch.rows);
+    for (int64_t m = mine.begin; m < mine.end; m++)
+        for (int64_t k = 0; k < op.n; k++)
+            ((float*)op.out)[m * op.n + k] = to_float(((const T*)op.a)[batch.token_ids[m] * op.n + k]);
+}
+
+// a [rows, n bytes]: the rows that want logits -> out
+static void select(const Op& op, const Batch& batch) {
+    const Range mine = my_share(batch.num_logits);
+    for (int64_t m = mine.begin; m < mine.end; m++)
+        std::memcpy((char*)op.out + m * op.n, (const char*)op.a + batch.logits_rows[m] * op.n, op.n);
+}
+
+template <class T> static void execute(const Op& op, const Batch& batch) {
+    const int64_t rows = op.selected ? batch.num_logits : batch.rows;
+    switch (op.kind) {
+        case LOOKUP: return lookup<T>(op, batch);
+        case TABLE: return table<T>(op, batch);
+        case ADD_NORM: return add_norm<T>(op, rows);
+        case MATMUL: return matmul<T>(op, rows, (T*)op.out);
+        case LOGITS: return matmul<T>(op, rows, batch.logits);
+        case FFN: return ffn<T>(op, rows);
+        case ROTATION: return rotation(op, batch);
+        case WRITE: return write<T>(op, batch);
+        case ATTENTION: return attention<T>(op, batch);
+        case SELECT: return select(op, batch);
+    }
+}
+
+// One team for the whole list: between two ops there is a barrier, not the end and start of a parallel region.
+template <class T> static void run(const Op* ops, int64_t count, const Batch& batch) {
+#pragma omp parallel
+    for (int64_t i = 0; i < count; i++) {
+        execute<T>(ops[i], batch);
+#pragma omp barrier
+    }
+}
+
+template <class T> static void pack(const T* w, int64_t out, int64_t in, T* packed) {
+    constexpr int U = Unit<T>::U;
+#pragma omp parallel
+    {
+        const Range mine = my_share((out + 15) / 16);
+        for (int64_t p = mine.begin; p < mine.end; p++)
+            for (int64_t k = 0; k < in; k += U)
+                for (int c = 0; c < 16; c++)
+                    for (int u = 0; u < U; u++)
+                        packed[(p * in + k) * 16 + c * U + u] = p * 16 + c < out ? w[(p * 16 + c) * in + k + u] : T{};
+    }
+}
+
+template <class F> static void pack_blocks(const uint8_t* stored, int64_t row_bytes, int64_t out, int64_t in, uint8_t* packed) {
+    const int64_t blocks = in / BLOCK;
+#pragma omp parallel
+    {
+        const Range mine = my_share((out + 15) / 16);
+        for (int64_t p = mine.begin; p < mine.end; p++)
+            pack_quant_panel<F>(stored, row_bytes, p * 16, out, blocks, packed + p * blocks * F::SIZE);
+    }
+}
+
+}  // namespace proa
+
+using namespace proa;
+
+extern "C" {
+
+int64_t proa_scratch_bytes(int64_t rows, int64_t in) { return scratch_bytes(rows, in); }
+
+void proa_pack(int64_t is_bf16, const void* w, int64_t out, int64_t in, void* packed) {
+    if (is_bf16) pack((const bf16*)w, out, in, (bf16*)packed);
+    else pack((const float*)w, out, in, (float*)packed);
+}
+
+// Bytes that one row takes in panels of `form`.
+int64_t proa_row_bytes(int64_t form, int64_t in) {
+    int64_t bytes = 0;
+    with_form(form, [&](auto f) { bytes = in / BLOCK * decltype(f)::SIZE / 16; });
+    return bytes;
+}
+
+// Stored rows of blocks -> panels of `form`.
+void proa_pack_blocks(int64_t form, const void* stored, int64_t row_bytes, int64_t out, int64_t in, void* packed) {
+    with_form(form, [&](auto f) {
+        pack_blocks<decltype(f)>((const uint8_t*)stored, row_bytes, out, in, (uint8_t*)packed);
+    });
+}
+
+void proa_run(int64_t is_bf16, const Op* ops, int64_t count, const Batch* batch) {
+    if (is_bf16) run<bf16>(ops, count, *batch);
+    else run<float>(ops, count, *batch);
+}
+
+}  // extern "C"

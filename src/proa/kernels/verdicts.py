@@ -1,0 +1,83 @@
+"""Self-test verdicts of this host's kernels, kept in the cache directory. Owns no test, compiles nothing, no torch.
+
+What was judged names the file: the native library's digest (sources, compiler, processor), or torch's version and the
+processor. The file repeats the library's own digest, so that it never speaks for a damaged or another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from proa.kernels.caps import DeviceCaps
+from proa.kernels.catalog import NATIVE, ONEDNN
+from proa.kernels.native.build import library_path
+
+PASSED = "passed"
+FAILED = "failed: "
+NO_FILE = "-"  # stands for the digest where nothing was compiled
+
+
+def with_verdicts(caps: DeviceCaps, cache: Path) -> DeviceCaps:
+    """`caps` with the verdicts that are known of its kernels."""
+    caps = with_verdict(caps, ONEDNN, read_verdict(onednn_file(cache, caps)))
+    if caps.compiler is None:
+        return caps
+    try:
+        library = library_path(cache, caps.compiler, caps.isa)
+    except OSError:  # a compiler that cannot be started has judged nothing
+        return caps
+    return with_verdict(caps, NATIVE, read_verdict(library))
+
+
+def with_verdict(caps: DeviceCaps, backend: str, verdict: str | None) -> DeviceCaps:
+    """`caps` with that verdict of a backend; None leaves it untested."""
+    return caps if verdict is None else replace(caps, kernels=MappingProxyType({**caps.kernels, backend: verdict}))
+
+
+def onednn_file(cache: Path, caps: DeviceCaps) -> Path:
+    """What stands for torch's oneDNN on this processor where a native kernel has its library. It is never written."""
+    words = (caps.libraries.get("torch", "none"), *caps.isa)
+    return cache / "kernels" / f"onednn-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]}"
+
+
+def verdict_file(judged: Path) -> Path:
+    """Two lines: `passed` or `failed: why`; the digest of the library that was judged."""
+    return judged.with_suffix(".verdict")
+
+
+def read_verdict(judged: Path) -> str | None:
+    """None where nothing is known, or what is known is of another library than the one that is there now."""
+    try:
+        lines = verdict_file(judged).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return None
+    if len(lines) != 2 or lines[1] != _digest(judged):
+        return None
+    return lines[0] if lines[0] == PASSED or lines[0].startswith(FAILED) else None
+
+
+def write_verdict(judged: Path, verdict: str, note: Callable[[str], None]) -> None:
+    """Keep it for the next start. A directory that cannot be written to costs time, nothing else."""
+    file = verdict_file(judged)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as made:
+            made.write(f"{verdict}\n{_digest(judged)}\n")
+        Path(name).chmod(0o644)  # a cache made ahead of time may belong to another user
+        Path(name).replace(file)
+    except OSError as error:
+        note(f"{file}: the self-test verdict could not be kept: {error.strerror}")
+
+
+def _digest(judged: Path) -> str:
+    try:
+        return hashlib.sha256(judged.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return NO_FILE

@@ -1,0 +1,38 @@
+"""This host's native kernels, compiled once per machine, for tests that need the real thing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from proa.env import read_environment
+from proa.kernels.caps import read_caps
+from proa.kernels.probe import Probed, probe
+from proa.kernels.verdicts import PASSED
+from proa.loading.build import build
+from proa.loading.progress import Silent
+from proa.plan.planned import Planned
+from proa.runner.runner import Runner
+from tests.factories.headers import planned
+
+
+def probed() -> Probed:
+    return probe(read_caps("cpu"), read_environment().cache_dir, lambda line: None)
+
+
+def why_not(found: Probed) -> str | None:
+    """Why native kernels cannot run here; None when they can."""
+    if found.library is None:
+        return "no native library: " + found.caps.kernels.get("native", "no C++ compiler")
+    return None if found.caps.kernels["native"] == PASSED else found.caps.kernels["native"]
+
+
+def native_plan(path: Path, found: Probed, **asks: Any) -> Planned:
+    return planned(path, caps=replace(found.caps, device="cpu"), **asks).target
+
+
+def native_runner(path: Path, found: Probed, *, num_pages: int = 64, **asks: Any) -> Runner:
+    plan = native_plan(path, found, **asks)
+    built = build(plan, Silent(), found.library)
+    return Runner(plan.plan, plan.spec, built.model, built.ledger, num_pages)
