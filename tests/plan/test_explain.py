@@ -10,7 +10,8 @@ import pytest
 
 from proa.arch.registry import FAMILIES
 from proa.errors import ConfigError
-from proa.plan.explain import explain_diff, explain_json, explain_table, explain_why, why_json
+from proa.kernels.cost import CostTable
+from proa.plan.explain import cost_lines, explain_diff, explain_json, explain_table, explain_why, why_json
 from proa.plan.families import families_json, families_table, runner_knobs
 from tests.factories.headers import planned, write_tiny_headers
 
@@ -29,7 +30,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def document(llama: Path, **settings: Any) -> dict[str, Any]:
-    return json.loads(json.dumps(explain_json(planned(llama, **settings).plans)))
+    return json.loads(json.dumps(explain_json(planned(llama, **settings).plans, {})))
 
 
 def test_the_json_has_the_keys_of_the_interfaces_text(llama: Path) -> None:
@@ -49,7 +50,7 @@ def test_the_json_has_the_keys_of_the_interfaces_text(llama: Path) -> None:
             assert set(decision) == DECISION and decision["source"] in SOURCES
             assert all(set(entry) == {"value", "rule", "reason"} for entry in decision["rejected"])
     assert {"algorithm", "num_draft_tokens", "taps", "borrows", "vocab_map", "notes"} <= set(found["pair"])
-    assert (found["pair"]["algorithm"], found["pair"]["num_draft_tokens"]) == ("standalone", 4)
+    assert (found["pair"]["algorithm"], found["pair"]["num_draft_tokens"]) == ("standalone", 7)
 
 
 def test_without_a_draft_the_json_says_null(llama: Path) -> None:
@@ -90,7 +91,7 @@ def test_the_table_of_one_runner_has_no_column_for_the_other(llama: Path) -> Non
 def test_why_prints_every_condition_with_verdict_and_facts(llama: Path) -> None:
     text = explain_why(planned(llama).plans, "attention.decode")
     assert "target: attention.decode = reference" in text
-    assert "native: kernel.native.absent (always) blocked: no native kernels" in text
+    assert "native: kernel.native.isa (always) blocked: native needs avx2, fma and f16c" in text
     assert "triton: kernel.triton.device (always) blocked: triton needs a CUDA device" in text
     assert "[plan.device = cpu]" in text
     assert "native: kernel.native.compiler (always) holds  [caps.has_compiler = True]" in text
@@ -127,7 +128,7 @@ def test_why_of_an_unknown_knob_names_the_nearest(llama: Path) -> None:
 def test_why_as_json_has_what_the_text_has(llama: Path) -> None:
     (found,) = json.loads(json.dumps(why_json(planned(llama).plans, "matmul_kernel")))
     assert (found["runner"], found["knob"], found["value"]) == ("target", "matmul_kernel", "reference")
-    assert {check["condition"] for check in found["checked"]} >= {"kernel.native.absent", "kernel.reference.self_test"}
+    assert {check["condition"] for check in found["checked"]} >= {"kernel.native.isa", "kernel.reference.self_test"}
 
 
 def test_diff_shows_only_what_differs(llama: Path) -> None:
@@ -143,3 +144,14 @@ def test_every_family_is_listed_with_its_drafts_and_the_decisions_that_it_answer
     assert all(entry["drafts"] == ["standalone", "ngram"] for entry in listed)
     assert set(runner_knobs()) == set(planned(llama).plans.target.decisions())
     assert "llama  (LlamaForCausalLM)" in families_table(FAMILIES)
+
+
+def test_measured_costs_stand_beside_the_plan_and_change_nothing_in_it(llama: Path) -> None:
+    plans = planned(llama).plans
+    table = CostTable(rows=(1, 4), seconds=(0.002, 0.003))
+    bare, costed = explain_json(plans, {}), explain_json(plans, {"target": table})
+    assert costed["costs"] == {"target": {"rows": [1, 4], "seconds": [0.002, 0.003], "digest": table.digest}}
+    assert {**costed, "costs": {}} == bare
+    assert cost_lines({"target": table}) == [
+        f"target per forward, measured: 1 row 2 ms, 4 x1.50 (costs {table.digest[:8]})"
+    ]

@@ -98,9 +98,9 @@ def test_an_asked_compute_type_is_taken_and_reads_no_fact(llama: Path, value: DT
 def test_blocks_are_dequantised_and_the_plan_counts_them(blocks: Path) -> None:
     dtype, format_ = decided(blocks, "dtype"), decided(blocks, "quantization")
     assert (dtype.value, dtype.source) == (DType.BF16, Source.CHECKPOINT)
-    assert "q8_0 blocks are dequantised" in dtype.reason
+    assert "q8_0 blocks are computed with in bfloat16" in dtype.reason
     assert format_.value == "none" and "q8_0 blocks (1 tensor)" in format_.reason and "on load" in format_.reason
-    assert [r.rule for r in format_.rejected] == ["quantization.no_block_kernels"]
+    assert [r.rule for r in format_.rejected] == ["quantization.kernels", "quantization.vnni"]
 
 
 def test_an_ask_to_keep_blocks_is_refused_and_an_ask_for_none_is_taken(blocks: Path, llama: Path) -> None:

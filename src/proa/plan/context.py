@@ -16,6 +16,7 @@ from proa.arch.family import Family
 from proa.checkpoint.types import Checkpoint
 from proa.config.intent import ParallelIntent, RunnerIntent
 from proa.kernels.caps import DeviceCaps
+from proa.kernels.verdicts import PASSED
 from proa.units import Role
 
 HEAD = "lm_head.weight"
@@ -73,12 +74,25 @@ def runner_facts(ctx: RunnerContext) -> Mapping[str, Any]:
             "stored.bytes": dict(stored.most_common()),
             "stored.tensors": dict(counts.most_common()),
             "spec.tied_head": ctx.spec.tied_head,
+            "spec.sizes": _sizes(ctx.spec),
             "spec.linear_layers": 0,
             "spec.moe_layers": 0,
             "parallel.tensor": ctx.parallel.tensor_parallel.value or 1,
             "parallel.expert": ctx.parallel.expert_parallel.value or 1,
         }
     )
+
+
+def _sizes(spec: DecoderSpec) -> dict[str, int]:
+    """The widths that kernels work along. Layers of one model agree in them."""
+    mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
+    return {
+        "hidden": spec.hidden,
+        "ffn_width": ffn.width,
+        "head_dim": mixer.head_dim,
+        "rope_dim": mixer.rope.dim,
+        "query_width": mixer.num_heads * mixer.head_dim,
+    }
 
 
 def caps_facts(caps: DeviceCaps) -> dict[str, Any]:
@@ -89,4 +103,6 @@ def caps_facts(caps: DeviceCaps) -> dict[str, Any]:
         "caps.cores": caps.cores,
         "caps.has_compiler": caps.compiler is not None,
         "caps.kernels": dict(caps.kernels),
+        # What passed and what nobody has tested yet are the same to most kernels, and must give the same digest.
+        "caps.failed_kernels": {name: verdict for name, verdict in caps.kernels.items() if verdict != PASSED},
     }

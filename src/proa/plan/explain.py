@@ -8,6 +8,7 @@ from typing import Any
 
 from proa.conditions import Source
 from proa.errors import ConfigError
+from proa.kernels.cost import CostTable
 from proa.plan.decision import Decision
 from proa.plan.digest import decision_json, plain
 from proa.plan.rules.settle import show
@@ -15,8 +16,8 @@ from proa.plan.runner_plan import DraftContract, PlanSet, RunnerPlan
 from proa.units import format_bytes
 
 
-def explain_json(plans: PlanSet) -> dict[str, Any]:
-    """The object of interfaces.md, and beside it what both runners share."""
+def explain_json(plans: PlanSet, costs: Mapping[str, CostTable]) -> dict[str, Any]:
+    """The object of interfaces.md, and beside it what both runners share, and what was measured of them (by role)."""
     return {
         "runners": {
             "target": _runner_json(plans.target),
@@ -25,6 +26,7 @@ def explain_json(plans: PlanSet) -> dict[str, Any]:
         "pair": None if plans.contract is None else _pair_json(plans.contract),
         "engine": {knob: decision_json(decision) for knob, decision in engine_decisions(plans).items()},
         "memory": {"page_bytes": dict(plans.memory.page_bytes), "weights_bytes": dict(plans.memory.weights_bytes)},
+        "costs": {role: table.to_json() for role, table in costs.items()},
         "digest": plans.digest,
     }
 
@@ -84,6 +86,11 @@ def explain_table(plans: PlanSet, tensors: Mapping[str, str] | None = None) -> s
     rows += [(knob, show(d.value), "", _why(d)) for knob, d in engine_decisions(plans).items() if "memory." not in knob]
     rows += [("pair", "", "", reason) for reason in _pair_lines(plans.contract)]
     return "\n".join([*_columns(rows), f"plan {plans.digest}"])
+
+
+def cost_lines(costs: Mapping[str, CostTable]) -> list[str]:
+    """What was measured on this host, by role. It stands beside the plan and is no part of it."""
+    return [f"{role} per forward, measured: {table}" for role, table in costs.items()]
 
 
 def _title(plan: RunnerPlan) -> str:

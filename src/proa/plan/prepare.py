@@ -10,6 +10,7 @@ from proa.checkpoint.open import open_checkpoint
 from proa.checkpoint.types import Checkpoint
 from proa.config.intent import EngineConfig
 from proa.kernels.caps import DeviceCaps, read_caps
+from proa.kernels.verdicts import with_verdicts
 from proa.plan.resolve import Resolved, resolve
 
 
@@ -26,5 +27,10 @@ def prepare(
         config,
         opened(config.model),
         None if draft is None else opened(draft),
-        read_caps(config.target.device.value or "auto") if caps is None else caps,
+        host_caps(config, cache_dir) if caps is None else caps,
     )
+
+
+def host_caps(config: EngineConfig, cache_dir: Path) -> DeviceCaps:
+    """What this host can, with the self-test verdicts that are known of it. Compiles and tests nothing."""
+    return with_verdicts(read_caps(config.target.device.value or "auto"), cache_dir)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
-from math import prod
 from types import MappingProxyType
 
 from proa.arch.parameters import decoder_parameters
-from proa.arch.weights import NameMap, ParameterInfo, Place, Unknown, WeightLayout
+from proa.arch.weights import NameMap, Place, Unknown, WeightLayout
 from proa.errors import WeightError
+from proa.kernels.catalog import BLOCK_FORMATS
 from proa.plan.context import RunnerContext, runner_facts
 from proa.plan.digest import digest_of, stable
+from proa.plan.footprint import weights_bytes
 from proa.plan.planned import Planned
 from proa.plan.rules import absent, host, kernels, layout, quant
 from proa.plan.rules.memory import RunnerSize
 from proa.plan.runner_plan import RunnerPlan
+from proa.units import DType
 
 
 def plan_runner(ctx: RunnerContext, allow_unexpected: tuple[str, ...]) -> Planned:
@@ -44,8 +46,15 @@ def _decide(ctx: RunnerContext) -> RunnerPlan:
     facts["plan.device"] = device.value
     dtype = quant.dtype(ctx, facts)
     facts["plan.dtype"] = dtype.value.value
-    attention, matmul = kernels.attention(ctx, facts), kernels.matmul(ctx, facts)
+    kv_dtype, page_size = quant.kv_dtype(ctx, facts), layout.page_size(ctx, facts)
+    facts |= {"plan.kv_dtype": kv_dtype.value.value, "plan.page_size": page_size.value}
     head = layout.head(ctx, facts)
+    facts["plan.head"] = head.value
+    attention, matmul = kernels.attention(ctx, facts), kernels.matmul(ctx, facts)
+    tied = head.value == layout.TIED
+    blocks = stored_blocks(ctx, tied)
+    facts |= {"plan.matmul_kernel": matmul.value, "stored.blocks": [[name, dtype.value] for name, dtype in blocks]}
+    quantization = quant.quantization(ctx, facts)
     plan = RunnerPlan(
         role=ctx.role,
         family=ctx.family.name,
@@ -53,8 +62,8 @@ def _decide(ctx: RunnerContext) -> RunnerPlan:
         num_layers=len(ctx.spec.layers),
         device=device,
         dtype=dtype,
-        kv_dtype=quant.kv_dtype(ctx, facts),
-        quantization=quant.quantization(ctx, facts),
+        kv_dtype=kv_dtype,
+        quantization=quantization,
         attention=attention,
         linear_attention=absent.linear_attention(ctx, facts),
         matmul_kernel=matmul,
@@ -62,12 +71,28 @@ def _decide(ctx: RunnerContext) -> RunnerPlan:
         shared_experts=absent.shared_experts(ctx, facts),
         numerics=kernels.numerics(ctx, facts, attention, matmul),
         parallel=layout.parallel(ctx, facts),
-        page_size=layout.page_size(ctx, facts),
+        page_size=page_size,
         head=head,
-        layout=WeightLayout(tied_head=head.value == layout.TIED),
+        layout=WeightLayout(tied_head=tied, blocks=blocks if quantization.value != quant.NONE else ()),
         digest="",
     )
     return replace(plan, digest=_digest(ctx, plan))
+
+
+def stored_blocks(ctx: RunnerContext, tied_head: bool) -> tuple[tuple[str, DType], ...]:
+    """Linear maps all of whose stored parts are blocks of one format that kernels compute on, with that format."""
+    layout = WeightLayout(tied_head=tied_head)
+    stored: dict[str, set[DType]] = {}
+    for source, place in NameMap(ctx.family.weights(ctx.spec, layout)).expected().items():
+        if source in ctx.checkpoint.tensors:
+            stored.setdefault(place.parameter, set()).add(ctx.checkpoint.tensors[source].dtype)
+    kept: list[tuple[str, DType]] = []
+    for name, info in decoder_parameters(ctx.spec, layout).items():
+        is_linear = len(info.shape) == 2 and (tied_head or name != "embed.weight")
+        formats = stored.get(name, set())
+        if is_linear and len(formats) == 1 and formats <= BLOCK_FORMATS.keys():
+            kept += [(name, format) for format in formats]
+    return tuple(kept)
 
 
 def _digest(ctx: RunnerContext, plan: RunnerPlan) -> str:
@@ -116,7 +141,3 @@ def runner_size(planned: Planned, *, slack: int) -> RunnerSize:
         page_size=plan.page_size.value,
         slack=slack,
     )
-
-
-def weights_bytes(parameters: Mapping[str, ParameterInfo], plan: RunnerPlan) -> int:
-    return sum((info.dtype or plan.dtype.value).nbytes(prod(info.shape)) for info in parameters.values())

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from proa.choice import Choice
 from proa.conditions import Blocked, Blocks, Condition, FactView, Source
 from proa.kernels.catalog import CATALOG, kernels_for, phase_op
 from proa.plan.context import RunnerContext
-from proa.plan.decision import Decision
+from proa.plan.decision import Decision, Note
+from proa.plan.footprint import copies_embedding
 from proa.plan.rules.settle import Knob, Option, settle
 from proa.plan.runner_plan import PhasePlan
 from proa.units import Numerics, Phase
 
 
 def attention(ctx: RunnerContext, facts: Mapping[str, Any]) -> PhasePlan:
-    """One kernel per phase; a phase does not look at another."""
+    """One kernel per phase. Phases share the cache, so each also sees what was asked for the others."""
     ask = ctx.intent
+    asks = (ask.attention_prefill, ask.attention_decode, ask.attention_verify)
+    facts = {**facts, "ask.attention": [choice.value for choice in asks if not choice.is_auto]}
     return PhasePlan(
         prefill=_kernel(ctx, facts, phase_op("attention", Phase.PREFILL), ask.attention_prefill),
         decode=_kernel(ctx, facts, phase_op("attention", Phase.DECODE), ask.attention_decode),
@@ -26,7 +30,11 @@ def attention(ctx: RunnerContext, facts: Mapping[str, Any]) -> PhasePlan:
 
 
 def matmul(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
-    return _kernel(ctx, facts, "matmul", ctx.intent.matmul_kernel, knob="matmul_kernel")
+    chosen = _kernel(ctx, facts, "matmul", ctx.intent.matmul_kernel, knob="matmul_kernel")
+    if not copies_embedding(chosen.value, facts["plan.head"]):
+        return chosen
+    copy = Note(condition="kernel.onednn.copy", reason="the tied head is a second copy of the embedding in memory")
+    return replace(chosen, notes=(*chosen.notes, copy))
 
 
 def _kernel(
@@ -50,7 +58,7 @@ def _exact_kernels(facts: FactView) -> Blocked | None:
     lacking = facts["kernels.not_exact"]
     if not lacking:
         return None
-    return Blocked("the reference kernels are not row-invariant", Source.HARDWARE)
+    return Blocked("the chosen kernels are not row-invariant", Source.HARDWARE)
 
 
 EXACT = Condition(id="numerics.exact_kernels", reads=("kernels.not_exact",), blocks=Blocks.ALWAYS, check=_exact_kernels)

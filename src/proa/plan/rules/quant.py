@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from proa.conditions import Blocked, Blocks, Condition, FactView, Source
+from proa.kernels.catalog import NATIVE
 from proa.plan.context import RunnerContext
 from proa.plan.decision import Decision, Note
 from proa.plan.rules.settle import Knob, Option, settle
 from proa.units import DType
 
 COMPUTE = (DType.F32, DType.BF16)
+NONE = "none"
 
 
 def stored_format(facts: Mapping[str, Any]) -> DType:
@@ -25,12 +28,30 @@ def _not_fp16(facts: FactView) -> Blocked:
     return Blocked(f"fp16 is not {where} compute dtype", Source.HARDWARE)
 
 
-def _not_blocks(_: FactView) -> Blocked:
-    return Blocked("kernels that compute on stored blocks are not in this version of Proa", Source.CONSTRAINT)
+def _on_blocks(facts: FactView) -> Blocked | None:
+    if not facts["stored.blocks"]:
+        return Blocked("no linear map is stored in a block format that kernels compute on", Source.CONSTRAINT)
+    if facts["plan.matmul_kernel"] != NATIVE:
+        return Blocked(f"{facts['plan.matmul_kernel']} does not compute on stored blocks", Source.CONSTRAINT)
+    return None
+
+
+def _dot_products(facts: FactView) -> Blocked | None:
+    return None if "avx512_vnni" in facts["caps.isa"] else Blocked("this CPU has no avx512_vnni", Source.HARDWARE)
+
+
+def _not_float32(facts: FactView) -> Blocked | None:
+    if facts["plan.dtype"] != DType.F32.value:
+        return None
+    return Blocked("float32 was asked for, and kernels on blocks round activations to 8 bits", Source.CONSTRAINT)
 
 
 FP16 = Condition(id="dtype.no_fp16", reads=("plan.device",), blocks=Blocks.ALWAYS, check=_not_fp16)
-BLOCKS = Condition(id="quantization.no_block_kernels", reads=(), blocks=Blocks.ALWAYS, check=_not_blocks)
+BLOCKS = Condition(
+    id="quantization.kernels", reads=("stored.blocks", "plan.matmul_kernel"), blocks=Blocks.ALWAYS, check=_on_blocks
+)
+VNNI = Condition(id="quantization.vnni", reads=("caps.isa",), blocks=Blocks.ALWAYS, check=_dot_products)
+ROUNDED = Condition(id="quantization.float32", reads=("plan.dtype",), blocks=Blocks.AUTO, check=_not_float32)
 
 
 def dtype(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[DType]:
@@ -38,7 +59,7 @@ def dtype(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[DType]:
     stored = stored_format(facts)
     value, why = DType.BF16, f"stored as {stored.value}"
     if stored.is_block:
-        why = f"{stored.value} blocks are dequantised to bfloat16 at load"
+        why = f"{stored.value} blocks are computed with in bfloat16"
     elif stored in (DType.F32, DType.F64):
         value = DType.F32
     first = Option(value=value, rule="dtype.stored", reason=why, source=Source.CHECKPOINT, reads=("stored.bytes",))
@@ -57,28 +78,45 @@ def _noting_mix(decision: Decision[DType], stored: Mapping[str, int]) -> Decisio
         return decision
     total = sum(stored.values())
     shares = ", ".join(f"{name} {100 * size / total:.3g} %" for name, size in stored.items())
-    note = Note(condition="dtype.mixed", reason=f"stored bytes: {shares}; all become {decision.value.value}")
+    note = Note(
+        condition="dtype.mixed", reason=f"stored bytes: {shares}; all are computed with in {decision.value.value}"
+    )
     return replace(decision, notes=(*decision.notes, note))
 
 
 def quantization(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
-    """The weight format that runs: `none` in this version, so stored blocks are dequantised at load."""
-    counts: Mapping[str, int] = facts["stored.tensors"]
-    blocks = [name for name in counts if DType(name).is_block]
+    """The weight format that runs: the stored blocks where kernels compute on them, else `none` (the compute dtype)."""
+    stored: Mapping[str, int] = facts["stored.tensors"]
+    blocks = [name for name in stored if DType(name).is_block]
+    counts = Counter(format for _, format in facts["stored.blocks"])
+    kept = [
+        Option(
+            value=name,
+            rule="quantization.kept",
+            reason=_kept_reason(counts),
+            source=Source.CHECKPOINT,
+            requires=(BLOCKS, VNNI, ROUNDED),
+            reads=("stored.tensors",),
+        )
+        for name in sorted(blocks, key=lambda name: -counts[name])
+    ]
     reason = "no quantised tensors"
     if blocks:
-        found = ", ".join(f"{name} blocks ({counts[name]} tensor{'s' * (counts[name] > 1)})" for name in blocks)
+        found = ", ".join(f"{name} blocks ({stored[name]} tensor{'s' * (stored[name] > 1)})" for name in blocks)
         reason = f"{found} dequantised on load"
-    kept = [
-        Option(value=name, rule="quantization.kept", reason="as stored", source=Source.CHECKPOINT, requires=(BLOCKS,))
-        for name in blocks
-    ]
     none = Option(
-        value="none", rule="quantization.none", reason=reason, source=Source.CHECKPOINT, reads=("stored.tensors",)
+        value=NONE, rule="quantization.none", reason=reason, source=Source.CHECKPOINT, reads=("stored.tensors",)
     )
     knob = Knob(name="quantization", role=ctx.role, ask=ctx.intent.quantization, is_capability=True)
     decision = settle(knob, facts, (*kept, none))
-    return decision if not blocks or knob.ask.value else replace(decision, reason=reason, source=Source.CHECKPOINT)
+    if blocks and decision.value == NONE and ctx.intent.quantization.is_auto:
+        return replace(decision, reason=f"{reason}: {decision.reason}")
+    return decision
+
+
+def _kept_reason(counts: Mapping[str, int]) -> str:
+    linear = ", ".join(f"{count} in {name}" for name, count in counts.items())
+    return f"linear maps run on the stored blocks ({linear}), activations rounded to 8 bits in groups of 32"
 
 
 def kv_dtype(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[DType]:

@@ -15,13 +15,17 @@ from proa.plan.decision import Decision
 from proa.plan.rules.settle import Knob, Option, names_role, settle, show, spelled
 from proa.units import Algorithm, Verification
 
+MEASURED = "at most; the length of each step follows from measured costs and acceptance, 0 included"
 LENGTHS: Mapping[Algorithm, tuple[int, str]] = MappingProxyType(
     {
         Algorithm.STANDALONE: (
-            4,
-            "each proposed token costs a pass of the draft, and later ones are accepted less often",
+            7,
+            f"{MEASURED}; each proposed token costs a pass of the draft, and later ones are accepted less often",
         ),
-        Algorithm.NGRAM: (6, "proposals cost nothing to make; seven rows still share one pass over the weights"),
+        Algorithm.NGRAM: (
+            15,
+            f"{MEASURED}; proposals cost nothing to make, and 16 rows still share one pass over the weights",
+        ),
     }
 )
 
@@ -74,7 +78,7 @@ def algorithm(ask: Choice[Algorithm], facts: Mapping[str, Any]) -> Decision[Algo
 
 
 def num_draft_tokens(ask: Choice[int], chosen: Algorithm) -> Decision[int]:
-    """Longest proposal per step; 0 is plain decoding."""
+    """Longest proposal per step; 0 is plain decoding. Left open, the length of each step is measured."""
     length, reason = LENGTHS[chosen]
     auto = Option(value=length, rule=f"num_draft_tokens.{chosen.value}", reason=reason, source=Source.DEFAULT)
     asked = Option(value=ask.value or 0, rule="", reason="", source=Source.ASKED)

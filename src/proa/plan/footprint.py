@@ -1,0 +1,33 @@
+"""Bytes of one runner's weights in memory, from its plan and parameter table. What is built must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from proa.arch.weights import ParameterInfo
+from proa.kernels.catalog import BLOCK_FORMATS, ONEDNN
+from proa.plan.runner_plan import RunnerPlan
+from proa.units import DType
+
+EMBEDDING = "embed.weight"
+
+
+def weights_bytes(parameters: Mapping[str, ParameterInfo], plan: RunnerPlan) -> int:
+    """Of all parameters, and of the second copy where a tied head needs one."""
+    sizes = {name: _packed_bytes(info, plan.dtype.value) for name, info in parameters.items()}
+    return sum(sizes.values()) + (
+        sizes[EMBEDDING] if copies_embedding(plan.matmul_kernel.value, plan.head.value) else 0
+    )
+
+
+def _packed_bytes(info: ParameterInfo, compute: DType) -> int:
+    if info.dtype is None or not info.dtype.is_block:
+        return info.nbytes(compute)
+    block = BLOCK_FORMATS[info.dtype]
+    return prod(info.shape) // block.elements * block.nbytes
+
+
+def copies_embedding(matmul_kernel: str, head: str) -> bool:
+    """Nothing but oneDNN reads what it arranged, so a tied head is a copy, and the embedding stays for lookups."""
+    return matmul_kernel == ONEDNN and head == "tied"
