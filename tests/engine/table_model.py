@@ -28,6 +28,7 @@ from proa.sampling.noise import Purpose
 from proa.sampling.params import SamplingParams
 from proa.sampling.sampler import logprobs, sample
 from proa.sampling.state import SamplingRow, SamplingState
+from proa.speculative.draft_length import DraftLengths
 from proa.speculative.protocol import DraftContext, Drafter, Proposal, Verdict
 from proa.speculative.verify import Verifier
 from proa.units import Algorithm, Phase, Verification
@@ -207,6 +208,7 @@ def make_engine(
     drafter: Drafter | None = None,
     draft: TableRunner | None = None,
     verification: Verification = Verification.COUPLED,
+    lengths: DraftLengths | None = None,
     **limits: int,
 ) -> Engine:
     plan = schedule(**limits)
@@ -219,6 +221,7 @@ def make_engine(
         schedule=plan,
         contract=contract(drafter.max_tokens) if drafter else None,
         logprobs=logprobs,
+        lengths=lengths,
     )
 
 

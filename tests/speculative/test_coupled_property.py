@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from proa.sampling import sampler
 from proa.sampling.params import SamplingParams
-from proa.sampling.state import SamplingState
+from proa.sampling.state import SamplingRow, SamplingState
 from proa.speculative.protocol import Proposal, TokenLogprobs
 from proa.speculative.verify import Verifier, VerifyRequest
 from proa.units import Verification
@@ -124,12 +124,10 @@ def test_noise_keyed_by_row_instead_of_position_is_noticed(monkeypatch: pytest.M
 def test_penalties_that_do_not_see_the_proposal_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from proa.speculative import verify
 
-    real = verify.process
+    def blind(rows, index: int) -> SamplingRow:
+        return SamplingRow(state=rows.request.sampling, output=list(rows.request.output))
 
-    def blind(logits, rows):
-        return real(logits, [rows[0]] * len(rows))
-
-    monkeypatch.setattr(verify, "process", blind)
+    monkeypatch.setattr(verify._Rows, "key", blind)
     params = SamplingParams(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, max_tokens=None)
     with pytest.raises(AssertionError):
         for seed, steps in FIXED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,17 +32,19 @@ def propose(one: NgramDrafter, *requests: DraftRequest) -> tuple[tuple[int, ...]
 
 def by_trying(tokens: list[int], limit: int, min_match: int, max_match: int) -> tuple[int, ...]:
     for length in range(min(max_match, len(tokens) - 1), min_match - 1, -1):
-        for end in range(len(tokens) - 1, length - 1, -1):
-            if tokens[end - length : end] == tokens[-length:]:
-                text = list(tokens)
-                for index in range(limit):
-                    text.append(text[end + index])
-                return tuple(text[len(tokens) :])
+        ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
+        if ends:
+            votes = Counter(tokens[end] for end in ends)
+            end = max(end for end in ends if votes[tokens[end]] == max(votes.values()))
+            text = list(tokens)
+            for index in range(limit):
+                text.append(text[end + index])
+            return tuple(text[len(tokens) :])
     return ()
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 3), st.integers(0, 6))
-def test_a_proposal_continues_the_most_recent_longest_match(tokens, min_match, more, limit) -> None:
+def test_a_proposal_continues_the_longest_match_as_it_mostly_went_on(tokens, min_match, more, limit) -> None:
     one = drafter(6, min_match, min_match + more)
     # The same answer whether the text came at once or token by token.
     at_once = propose(one, request(tokens, limit))
@@ -53,6 +56,8 @@ def test_cases_on_paper() -> None:
     one = drafter()
     assert propose(one, request([1, 2, 3, 9, 1, 2], request_id=1)) == ((3, 9, 1, 2),)
     assert propose(one, request([1, 2, 3, 1, 2, 4, 1, 2], 1, request_id=2)) == ((4,),)  # the most recent
+    often = [1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 4, 1, 2]
+    assert propose(one, request(often, 2, request_id=7)) == ((3, 9),)  # the most frequent, and its most recent place
     assert propose(one, request([5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2], 1, request_id=3)) == ((3,),)  # the longest
     assert propose(one, request([7, 8, 7, 8], request_id=4)) == ((7, 8, 7, 8),)  # a loop goes on
     assert propose(one, request([1, 2, 3], request_id=5)) == ((),)
@@ -83,3 +88,11 @@ def test_a_long_text_costs_little_per_step() -> None:
         one.propose(DraftContext(requests=(DraftRequest(request_id=0, tokens=tokens, sampling=STATE, limit=4),)))
     # 0.1 ms when nothing else runs; indexing the text anew each time would take 20 ms and more.
     assert (time.perf_counter() - began) / 20 < 0.005
+
+
+def test_the_evidence_is_the_length_of_the_match() -> None:
+    one = drafter(min_match=1)
+    asked = ([9, 9], [1, 2, 3, 8, 1, 2, 3], [5, 1, 2, 3], [4] * 40)
+    requests = tuple(request(tokens, request_id=number) for number, tokens in enumerate(asked))
+    proposal = one.propose(DraftContext(requests=requests))
+    assert proposal.evidence == (1, 3, 1, 5) and proposal.tokens[2] == ()

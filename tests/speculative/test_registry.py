@@ -8,31 +8,39 @@ import pytest
 
 from proa.cache.pages import PagePool
 from proa.cache.tables import BlockTables
-from proa.choice import AUTO
+from proa.choice import AUTO, Choice, Origin, OriginSource
 from proa.conditions import Source
 from proa.errors import PlanError
+from proa.kernels.cost import CostTable
 from proa.plan.decision import Decision
 from proa.plan.runner_plan import DraftContract, PairCheck
+from proa.sampling.params import SamplingParams
+from proa.speculative.draft_length import FixedLengths, MeasuredLengths
 from proa.speculative.drafters.ngram import NgramDrafter
 from proa.speculative.drafters.standalone import StandaloneDrafter
-from proa.speculative.registry import build_drafter
+from proa.speculative.protocol import DraftContext, DraftRequest
+from proa.speculative.registry import build_drafter, build_lengths
 from proa.units import Algorithm, Verification
+from tests.speculative.worlds import state
 
 
 class Draft:
     tables = BlockTables(PagePool(1), 1)
 
 
-def contract(algorithm: Algorithm) -> DraftContract:
+TABLE = CostTable(rows=(1,), seconds=(1.0,))
+
+
+def contract(algorithm: Algorithm, length: int = 5, requested: Choice[Any] = AUTO) -> DraftContract:
     def decided(knob: str, value: Any) -> Decision:
         return Decision(
-            knob=knob, value=value, requested=AUTO, source=Source.DEFAULT, rule="test", reason="", inputs={},
+            knob=knob, value=value, requested=requested, source=Source.DEFAULT, rule="test", reason="", inputs={},
             rejected=(), notes=(),
         )  # fmt: skip
 
     return DraftContract(
         algorithm=algorithm,
-        num_draft_tokens=decided("num_draft_tokens", 5),
+        num_draft_tokens=decided("num_draft_tokens", length),
         verification=decided("verification", Verification.COUPLED),
         draft_vocab=10,
         checks=PairCheck(verdicts=(), notes=()),
@@ -57,3 +65,38 @@ def test_without_a_contract_nobody_proposes() -> None:
 def test_an_algorithm_that_cannot_be_served_is_refused_by_name(algorithm: Algorithm) -> None:
     with pytest.raises(PlanError, match=f"speculative/no-drafter.*{algorithm.value}"):
         build_drafter(contract(algorithm), draft=None, vocab=10, prefill_chunk=8)
+
+
+def ask(value: int) -> Choice[int]:
+    return Choice(value=value, origin=Origin(source=OriginSource.FLAG, where="--num-draft-tokens"))
+
+
+def build(of: DraftContract | None, costs: dict[str, CostTable]):
+    return build_lengths(of, costs, note=lambda text: None)
+
+
+def test_lengths_are_measured_where_they_were_left_open_and_fixed_where_they_were_asked_for() -> None:
+    free = build(contract(Algorithm.NGRAM), {"target": TABLE})
+    paired = build(contract(Algorithm.STANDALONE), {"target": TABLE, "draft": TABLE})
+    for lengths in (free, paired):
+        assert isinstance(lengths, MeasuredLengths) and lengths.metrics()["longest"] == 5
+    assert paired.metrics()["costs"]["draft"] == TABLE.digest
+    fixed = build(contract(Algorithm.NGRAM, 3, ask(3)), {})
+    assert isinstance(fixed, FixedLengths) and fixed.metrics()["longest"] == 3
+    for nothing in (None, contract(Algorithm.NGRAM, 0, ask(0))):
+        assert isinstance(build(nothing, {}), FixedLengths)
+
+
+def test_lengths_that_follow_from_costs_need_the_target_s() -> None:
+    with pytest.raises(KeyError, match="target"):
+        build(contract(Algorithm.NGRAM), {})
+
+
+def test_a_single_token_of_agreement_is_used_only_where_lengths_are_measured() -> None:
+    def proposed(of: DraftContract) -> int:
+        drafter = build_drafter(of, draft=None, vocab=10, prefill_chunk=8)
+        assert drafter is not None
+        asked = DraftRequest(request_id=0, tokens=(1, 2, 1), sampling=state(SamplingParams()), limit=2)
+        return len(drafter.propose(DraftContext(requests=(asked,))).tokens[0])
+
+    assert (proposed(contract(Algorithm.NGRAM)), proposed(contract(Algorithm.NGRAM, 5, ask(5)))) == (2, 0)

@@ -14,22 +14,25 @@ import torch
 
 from proa.checkpoint.types import Checkpoint
 from proa.config.intent import EngineConfig
+from proa.engine.costs import start_costs
 from proa.engine.defaults import ids_of
 from proa.engine.engine import Engine
 from proa.engine.session import Limits, Session
 from proa.engine.template import ChatTemplate
 from proa.engine.tokenizer import Tokenizer
 from proa.errors import CheckpointError
+from proa.kernels.cost import CostTable
+from proa.kernels.probe import probe
 from proa.loading.build import build
 from proa.loading.ledger import ledger_document
 from proa.loading.progress import Progress, Silent
 from proa.plan.explain import explain_json
 from proa.plan.planned import Planned, Resolved
-from proa.plan.prepare import prepare
+from proa.plan.prepare import host_caps, prepare
 from proa.runner.describe import promised
 from proa.runner.runner import Runner
 from proa.sampling.sampler import logprobs
-from proa.speculative.registry import build_drafter
+from proa.speculative.registry import build_drafter, build_lengths
 from proa.speculative.verify import Verifier
 from proa.units import Verification
 
@@ -48,11 +51,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembled:
-    """Everything of one engine. `template` is None for a model without one."""
+    """Everything of one engine. `template` is None for a model without one. `costs` by role, as far as known."""
 
     resolved: Resolved
     target: Runner
     draft: Runner | None
+    costs: Mapping[str, CostTable]
     engine: Engine
     session: Session
     tokenizer: Tokenizer
@@ -65,7 +69,7 @@ class Assembled:
         return {"target": self.target, **draft}
 
     def explain(self) -> dict[str, Any]:
-        return explain_json(self.resolved.plans)
+        return explain_json(self.resolved.plans, self.costs)
 
     def ledger(self) -> dict[str, Any]:
         checkpoints = [one.checkpoint for one in (self.resolved.target, self.resolved.draft) if one is not None]
@@ -86,23 +90,27 @@ class Assembled:
             "num_requests_running": self.engine.num_running,
             "num_requests_waiting": self.engine.num_waiting,
             "speculative_decoding": dict(self.engine.stats.metrics()) if proposes else None,
+            "draft_length": self.engine.lengths.metrics() if proposes else None,
         }
 
 
 def assemble(config: EngineConfig, *, cache_dir: Path, online: bool, report: Report) -> Assembled:
     """The whole start-up. Raises any ProaError; nothing of a failed start stays behind."""
-    resolved = prepare(config, cache_dir=cache_dir, online=online, note=report.note, caps=None)
+    probed = probe(host_caps(config, cache_dir), cache_dir, report.note)
+    resolved = prepare(config, cache_dir=cache_dir, online=online, note=report.note, caps=probed.caps)
     for warning in resolved.warnings:
         report.note(warning)
     tokenizer, template = open_text(resolved.target.checkpoint)
     plans = resolved.plans
     # Process-wide, hence set here, once, and nowhere else; every runner of this process is planned for it.
     torch.set_num_threads(plans.host.threads.value)
-    target = build_runner(resolved.target, plans.memory.target_pages.value, report.progress)
+    target = build_runner(resolved.target, plans.memory.target_pages.value, report.progress, probed.library)
     draft = None
     if resolved.draft is not None:
-        draft = build_runner(resolved.draft, plans.memory.draft_pages.value, report.progress)
-    engine = join(resolved, target, draft)
+        draft = build_runner(resolved.draft, plans.memory.draft_pages.value, report.progress, probed.library)
+    runners = {"target": target} if draft is None else {"target": target, "draft": draft}
+    costs = start_costs(resolved, runners, cache_dir, report.note)
+    engine = join(resolved, target, draft, costs, report.note)
     limits = Limits(
         vocab=resolved.target.spec.vocab,
         max_model_len=plans.schedule.max_model_len.value,
@@ -113,6 +121,7 @@ def assemble(config: EngineConfig, *, cache_dir: Path, online: bool, report: Rep
         resolved=resolved,
         target=target,
         draft=draft,
+        costs=costs,
         engine=engine,
         session=Session(engine, tokenizer, limits),
         tokenizer=tokenizer,
@@ -120,13 +129,19 @@ def assemble(config: EngineConfig, *, cache_dir: Path, online: bool, report: Rep
     )
 
 
-def build_runner(planned: Planned, num_pages: int, progress: Progress) -> Runner:
+def build_runner(planned: Planned, num_pages: int, progress: Progress, library: Path | None) -> Runner:
     """One runner with its weights and a closed ledger, from its own plan alone."""
-    built = build(planned, progress)
+    built = build(planned, progress, library)
     return Runner(planned.plan, planned.spec, built.model, built.ledger, num_pages)
 
 
-def join(resolved: Resolved, target: Runner, draft: Runner | None) -> Engine:
+def join(
+    resolved: Resolved,
+    target: Runner,
+    draft: Runner | None,
+    costs: Mapping[str, CostTable],
+    note: Callable[[str], None],
+) -> Engine:
     """The engine over both runners; the contract is applied here and nowhere else."""
     contract, schedule = resolved.plans.contract, resolved.plans.schedule
     drafter = build_drafter(
@@ -143,6 +158,7 @@ def join(resolved: Resolved, target: Runner, draft: Runner | None) -> Engine:
         schedule=schedule,
         contract=contract,
         logprobs=logprobs,
+        lengths=build_lengths(contract, costs, note),
     )
 
 

@@ -19,6 +19,7 @@ from proa.engine.scheduler import Row, Scheduler, StepPlan
 from proa.plan.runner_plan import DraftContract, SchedulePlan
 from proa.runner.batch import ForwardOutput, RowSpan
 from proa.sampling.sampler import TokenLogprobs
+from proa.speculative.draft_length import DraftLengths, FixedLengths, Step
 from proa.speculative.protocol import DraftContext, Drafter, DraftRequest, Verdict
 from proa.speculative.stats import SpeculativeStats
 from proa.speculative.verify import Verifier
@@ -39,8 +40,8 @@ class EngineRunner(Protocol):
 class Engine:
     """Serves many requests at once on a target runner and, optionally, a drafter with or without a runner of its own.
 
-    Without a drafter every proposal has length 0: plain decoding takes the same path. Not thread-safe; `abort` may be
-    called from a sink in the middle of a step.
+    Without a drafter every proposal has length 0: plain decoding takes the same path. `lengths` None: proposals always
+    have the contract's length. Not thread-safe; `abort` may be called from a sink in the middle of a step.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Engine:
         schedule: SchedulePlan,
         contract: DraftContract | None,
         logprobs: Logprobs,
+        lengths: DraftLengths | None = None,
     ) -> None:
         self._runner = runner
         self._drafter = drafter
@@ -62,6 +64,7 @@ class Engine:
         self._num_draft_tokens = 0
         if drafter is not None and contract is not None:
             self._num_draft_tokens = min(contract.num_draft_tokens.value, drafter.max_tokens)
+        self.lengths = lengths or FixedLengths(self._num_draft_tokens)
         self._scheduler = Scheduler(schedule, self._tables, self._num_draft_tokens)
         self._live: dict[int, Delivery] = {}
         self._drafting: set[int] = set()
@@ -118,10 +121,11 @@ class Engine:
         return outputs
 
     def _run(self, plan: StepPlan) -> None:
-        context = self._draft_context(plan.decode)
+        size = Step(decoding=len(plan.decode), prefill=sum(chunk.stop - chunk.start for chunk in plan.prefill))
+        context = self._draft_context(plan.decode, size)
         self._start_drafting(context)
         with CacheTransaction(self._tables) as transaction:
-            drafted = self._propose(context)
+            drafted = self._propose(context, size)
             rows = StepRows(self._runner.tables)
             for row in plan.decode:
                 rows.add_row(self._live[row.request_id], drafted.get(row.request_id, NOTHING))
@@ -135,9 +139,10 @@ class Engine:
             transaction.commit({entry.request_id: entry.keep for entry in verdict.requests} | rows.kept_chunks)
         self._record(verdict, drafted)
 
-    def _draft_context(self, rows: Sequence[Row]) -> DraftContext:
+    def _draft_context(self, rows: Sequence[Row], size: Step) -> DraftContext:
         """The requests for which a proposal is of use in this step. The others decode plainly."""
-        requests = [(self._live[row.request_id].request, row.limit) for row in rows if row.limit]
+        limits = self.lengths.limits({row.request_id: row.limit for row in rows if row.limit}, size)
+        requests = [(self._live[request_id].request, limit) for request_id, limit in limits.items() if limit]
         return DraftContext(
             requests=tuple(
                 DraftRequest(
@@ -166,11 +171,11 @@ class Engine:
             raise
         self._drafting.update(request_ids)
 
-    def _propose(self, context: DraftContext) -> Mapping[int, Drafted]:
+    def _propose(self, context: DraftContext, size: Step) -> Mapping[int, Drafted]:
         """What is proposed for each request of the context."""
         if self._drafter is None or not context.requests:
             return {}
-        proposal = self._drafter.propose(context)
+        proposal = self.lengths.cut(context, self._drafter.propose(context), size)
         probs = proposal.probs or (None,) * len(proposal.tokens)
         drafted: dict[int, Drafted] = {}
         for request, tokens, row_probs in zip(context.requests, proposal.tokens, probs, strict=True):
@@ -202,6 +207,7 @@ class Engine:
             self.stats.record(entry)
             live.stats.record(entry)
             self._ready.append(live.commit(entry))
+        self.lengths.record(verdict)
         try:
             if self._drafter is not None and drafted:
                 judged = tuple(entry for entry in verdict.requests if entry.request_id in drafted)
@@ -212,6 +218,7 @@ class Engine:
     def _finish(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
             self._scheduler.remove(self._live.pop(request_id).request)
+        self.lengths.release(request_ids)
         self._release(request_ids)
 
     def _release(self, request_ids: Sequence[int]) -> None:

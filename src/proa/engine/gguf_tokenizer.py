@@ -77,6 +77,7 @@ class GGUFTokenizer:
     """The tokenizer, and what the file says (or its kind implies) of tokens around a text."""
 
     native: NativeTokenizer
+    vocab_size: int
     add_bos: bool
     add_eos: bool
     bos_id: int | None
@@ -109,6 +110,7 @@ def build(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     ends = (ids["eos"], ids["eot"], ids["eom"])
     return GGUFTokenizer(
         native=native,
+        vocab_size=len(vocabulary.tokens),
         add_bos=bool(metadata.get("add_bos_token", add_bos)),
         add_eos=bool(metadata.get("add_eos_token", False)),
         bos_id=ids["bos"],
@@ -183,7 +185,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
 
 
 def _byte_level(vocabulary: _Vocabulary, metadata: Mapping[str, Any], pre: PreTokenizer) -> NativeTokenizer:
-    merges = [_merge(line) for line in _array(metadata, "merges", None)]
+    merges = _merges(_array(metadata, "merges", None))
     native = NativeTokenizer(_bpe(vocabulary, merges, ignore_merges=pre.ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in pre.splits]
     native.pre_tokenizer = pre_tokenizers.Sequence(
@@ -193,11 +195,13 @@ def _byte_level(vocabulary: _Vocabulary, metadata: Mapping[str, Any], pre: PreTo
     return native
 
 
-def _merge(line: str) -> tuple[str, str]:
-    left, space, right = line.partition(" ")
-    if not (left and space and right):
-        raise _malformed(f"tokenizer.ggml.merges: {line!r} is no pair.")
-    return left, right
+def _merges(lines: Sequence[str]) -> list[tuple[str, str]]:
+    """Both sides of each line. Three plain loops: a call per line would double the time of 49,000 (25 ms)."""
+    parts = [line.partition(" ") for line in lines]
+    for left, space, right in parts:
+        if not (left and right):
+            raise _malformed(f"tokenizer.ggml.merges: {left + space + right!r} is no pair.")
+    return [(left, right) for left, _, right in parts]
 
 
 def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> BPE:

@@ -9,6 +9,7 @@ from proa.config.intent import EngineConfig
 from proa.config.load import load_config
 from proa.env import read_environment
 from proa.loading.dry_run import inspect as dry_ledger
+from proa.plan.costs import known_costs
 from proa.plan.explain import explain_json
 from proa.plan.planned import Resolved
 from proa.plan.prepare import prepare
@@ -16,7 +17,8 @@ from proa.plan.prepare import prepare
 
 def explain(model: str | Path, **settings: Any) -> dict[str, Any]:
     """The plans with reasons, as `proa explain --json`. `settings` as in LLM."""
-    return explain_json(_prepared(model, settings).plans)
+    plans = _prepared(model, settings).plans
+    return explain_json(plans, known_costs(plans, read_environment().cache_dir, note=lambda text: None))
 
 
 def inspect(model: str | Path, **settings: Any) -> dict[str, Any]:

@@ -51,23 +51,21 @@ class _Budget:
 
     def __init__(self, runners: Sequence[BlockTables], held_rows: Iterable[int]) -> None:
         self._runners = runners
-        self._free = [tables.pool.num_pages for tables in runners]
-        for rows in held_rows:
-            self._change(self._pages(rows), -1)
+        held = list(held_rows)
+        self._free = [tables.pool.num_pages - sum(map(tables.pages_for, held)) for tables in runners]
 
     def take(self, held: int, wanted: int, *, spare: int) -> bool:
         """Grow a request from `held` to `wanted` rows, if that leaves `spare` pages in every pool."""
-        more = [new - old for new, old in zip(self._pages(wanted), self._pages(held), strict=True)]
+        more = [tables.pages_for(wanted) - tables.pages_for(held) for tables in self._runners]
+        if not any(more):  # 15 of 16 decode rows at a page size of 16
+            return True
         if any(pages > 0 and free - pages < spare for pages, free in zip(more, self._free, strict=True)):
             return False
         self._change(more, -1)
         return True
 
     def give_back(self, held: int) -> None:
-        self._change(self._pages(held), 1)
-
-    def _pages(self, rows: int) -> list[int]:
-        return [tables.pages_for(rows) for tables in self._runners]
+        self._change([tables.pages_for(held) for tables in self._runners], 1)
 
     def _change(self, pages: Sequence[int], sign: int) -> None:
         self._free = [free + sign * count for free, count in zip(self._free, pages, strict=True)]
@@ -115,19 +113,21 @@ class Scheduler:
         Drafts come last in the claim for pages: a proposal is shortened before anyone is preempted or kept waiting.
         """
         budget = _Budget(self._runners, (self._held(request) for request in self._running))
-        preempted = self._claim_anchors(budget)
+        decoding = [request for request in self._running if self._can_decode(request)]
+        preempted = self._claim_anchors(decoding, budget)
         if not preempted:  # Pages of a preempted request are not free before the plan is carried out.
             self._admit(budget)
+        decode = tuple(self._decode_row(one, budget) for one in decoding if one.status is Status.RUNNING)
         return StepPlan(
-            decode=tuple(self._decode_row(request, budget) for request in self._running if self._can_decode(request)),
-            prefill=tuple(self._chunks()),
+            decode=decode,
+            prefill=tuple(self._chunks()) if len(decode) < len(self._running) else (),
             preempted=tuple(request.request_id for request in preempted),
         )
 
-    def _claim_anchors(self, budget: _Budget) -> list[Request]:
+    def _claim_anchors(self, decoding: Sequence[Request], budget: _Budget) -> list[Request]:
         """Claim one row for each request that decodes, the earliest first, at the cost of the latest arrivals."""
         preempted: list[Request] = []
-        for request in [request for request in self._running if self._can_decode(request)]:
+        for request in decoding:
             held = self._held(request)
             while request.status is Status.RUNNING and not budget.take(held, held + 1, spare=0):
                 victim = self._running.pop()
@@ -142,6 +142,8 @@ class Scheduler:
 
         One page stays for each request that runs, or the next steps would preempt what is admitted here.
         """
+        if not self._waiting:
+            return
         tokens = self.prefill_chunk - sum(self._pending(request) for request in self._running)
         while self._waiting and len(self._running) < self.max_num_seqs and tokens > 0:
             request = self._waiting[0]
@@ -162,12 +164,12 @@ class Scheduler:
 
     def _decode_row(self, request: Request, budget: _Budget) -> Row:
         limit = 0
-        if request.sampling.params.speculative:
+        if self.num_draft_tokens and request.sampling.params.speculative:
             remaining = request.max_output(self.max_model_len) - len(request.output)
             limit = max(0, min(self.num_draft_tokens, remaining - 1))
-        claimed = self._held(request) + 1
-        while limit and not budget.take(claimed, claimed + limit, spare=0):
-            limit -= 1
+            claimed = self._held(request) + 1
+            while limit and not budget.take(claimed, claimed + limit, spare=0):
+                limit -= 1
         return Row(request_id=request.request_id, limit=limit)
 
     def _pending(self, request: Request) -> int:
@@ -175,7 +177,7 @@ class Scheduler:
         return max(0, request.prefill_rows - self._lengths.length(request.request_id))
 
     def _can_decode(self, request: Request) -> bool:
-        return not self._pending(request)
+        return self._lengths.length(request.request_id) >= request.prefill_rows
 
     def _held(self, request: Request) -> int:
         """Rows that the request holds pages for, or has claimed them: its whole prompt from admission on."""

@@ -43,7 +43,7 @@ class Specials:
 class Tokenizer:
     """Safe to share between threads. `special_ids` are left out of text where special tokens are skipped."""
 
-    def __init__(self, native: NativeTokenizer, specials: Specials, where: str) -> None:
+    def __init__(self, native: NativeTokenizer, specials: Specials, vocab_size: int, where: str) -> None:
         native.no_truncation()  # a tokenizer.json may carry a training run's length limit and padding
         native.no_padding()
         self._native = native
@@ -51,14 +51,16 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self.specials = specials
         self.special_ids = frozenset(i for i, token in native.get_added_tokens_decoder().items() if token.special)
-        self.vocab_size = max(native.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = vocab_size
 
     @classmethod
     def from_source(cls, source: TokenizerSource) -> Tokenizer:
         if source.json_file is not None:
             native = _load(source.json_file)
             _add_configured(native, source.config, source.json_file)
-            return cls(native, _configured_specials(native, source.config, source.json_file), str(source.json_file))
+            specials = _configured_specials(native, source.config, source.json_file)
+            vocab_size = max(native.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            return cls(native, specials, vocab_size, str(source.json_file))
         if source.gguf is None:
             raise CheckpointError(
                 "tokenizer/missing", "the checkpoint has no tokenizer.", hint="add its tokenizer.json to the directory"
@@ -71,7 +73,8 @@ class Tokenizer:
             add_bos=built.add_bos,
             add_eos=built.add_eos,
         )
-        return cls(built.native, specials, "tokenizer.ggml")
+        # Asking the native tokenizer would copy its whole vocabulary, 28 ms for 49,152 tokens.
+        return cls(built.native, specials, built.vocab_size, "tokenizer.ggml")
 
     @property
     def eos_ids(self) -> frozenset[int]:

@@ -43,10 +43,15 @@ class Proposal:
     `probs[b]` is [len(tokens[b]), V] float64: the distribution each token was drawn from; only the rejection rule reads
     it. None, for a request or for all: the tokens were drawn with no noise of their own (greedy, n-gram, or the noise
     that the target meets as well), hence a point mass to the rejection rule.
+
+    `evidence[b]`, 1 or more, says what speaks for the first proposed token of request b, such as the length of the
+    n-gram that it continued; each further one has one more. It must be known without the tokens that the target judges.
+    None: nothing but the proposals themselves, which counts as 1.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     probs: tuple[torch.Tensor | None, ...] | None = None
+    evidence: tuple[int, ...] | None = None
 
 
 class TokenSink(Protocol):

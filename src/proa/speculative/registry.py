@@ -1,17 +1,32 @@
-"""Which drafter serves which algorithm."""
+"""Which drafter and which policy of lengths serve a contract."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 from proa.errors import PlanError
+from proa.kernels.cost import CostTable
 from proa.plan.runner_plan import DraftContract
+from proa.speculative.draft_length import DraftLengths, FixedLengths, MeasuredLengths, StepCosts
 from proa.speculative.drafters.ngram import NgramDrafter
 from proa.speculative.drafters.standalone import DraftRunner, StandaloneDrafter
 from proa.speculative.protocol import Drafter
 from proa.units import Algorithm
 
-# One token of agreement says little; matches longer than 16 are as good as 16.
+# One token of agreement says little: proposals of a fixed length need two. Where the length follows from acceptance, a
+# single one is tried as well and soon left out where it does not pay. Matches longer than 16 are as good as 16.
 _MIN_MATCH = 2
 _MAX_MATCH = 16
+
+# Before anything was judged. N-grams: by length of the match, measured with benchmarks/draft_policy.py on prompts other
+# than those it reports; the estimate soon forgets them.
+PRIORS: Mapping[Algorithm, tuple[float, ...]] = MappingProxyType(
+    {
+        Algorithm.NGRAM: (0.25, 0.45, 0.65, 0.65, *[0.8] * 4, *[0.85] * 7, 0.95),
+        Algorithm.STANDALONE: (0.7,) * 16,
+    }
+)
 
 
 def build_drafter(
@@ -22,7 +37,8 @@ def build_drafter(
         return None
     max_tokens = contract.num_draft_tokens.value
     if contract.algorithm is Algorithm.NGRAM:
-        return NgramDrafter(max_tokens=max_tokens, min_match=_MIN_MATCH, max_match=_MAX_MATCH)
+        min_match = 1 if is_measured(contract) else _MIN_MATCH
+        return NgramDrafter(max_tokens=max_tokens, min_match=min_match, max_match=_MAX_MATCH)
     if contract.algorithm is Algorithm.STANDALONE and draft is not None:
         return StandaloneDrafter(
             runner=draft,
@@ -35,3 +51,22 @@ def build_drafter(
         )
     message = f"there is no drafter for {contract.algorithm.value} with what was loaded."
     raise PlanError("speculative/no-drafter", message, role="draft")
+
+
+def is_measured(contract: DraftContract | None) -> bool:
+    """The lengths were left open, so they follow from what forwards cost here."""
+    return contract is not None and contract.num_draft_tokens.requested.is_auto and contract.num_draft_tokens.value > 0
+
+
+def build_lengths(
+    contract: DraftContract | None, costs: Mapping[str, CostTable], note: Callable[[str], None]
+) -> DraftLengths:
+    """The policy that the contract asks for. `costs` by role; needed where lengths are measured."""
+    if contract is None or not is_measured(contract):
+        return FixedLengths(0 if contract is None else contract.num_draft_tokens.value)
+    return MeasuredLengths(
+        longest=contract.num_draft_tokens.value,
+        costs=StepCosts(target=costs["target"], draft=costs.get("draft")),
+        prior=PRIORS[contract.algorithm],
+        note=note,
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from proa.sampling.logits import process
+from proa.sampling.logits import argmax_rows, is_bare, process_row
 from proa.sampling.noise import Purpose, noise_key, uniform
 from proa.sampling.sampler import TokenLogprobs, draw, logprobs
 from proa.sampling.state import SamplingRow, SamplingState
@@ -97,36 +97,47 @@ class VerifyRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """One request's rows: its anchor's, then one per proposed token. `raw` and `processed` are [K + 1, V]."""
+    """One request's rows: its anchor's, then one per proposed token. They are `logits` [R, V] from row `first` on.
+
+    `greedy`: argmax of every row of `logits`, where the request's tokens are just that. Any other row goes through the
+    pipeline when the rule asks for it, so rows behind a token that was not accepted cost nothing.
+    """
 
     request: VerifyRequest
     proposed: tuple[int, ...]
     probs: torch.Tensor | None
-    raw: torch.Tensor
-    processed: torch.Tensor
-    greedy: Sequence[int]
-    keys: Sequence[SamplingRow]
+    logits: torch.Tensor
+    first: int
+    greedy: Sequence[int] | None
+
+    def raw(self, index: int) -> torch.Tensor:
+        return self.logits[self.first + index]
+
+    def key(self, index: int) -> SamplingRow:
+        output = [*self.request.output, *self.proposed[:index]]
+        return SamplingRow(state=self.request.sampling, output=output)
 
     def token(self, index: int) -> int:
         """The target's own token: the argmax of the row, with the noise of its position unless greedy."""
-        if self.keys[index].state.params.is_greedy:
-            return self.greedy[index]
-        return draw(self.processed[index], self.keys[index], Purpose.TOKEN)
+        if self.greedy is not None:
+            return self.greedy[self.first + index]
+        key = self.key(index)
+        return draw(process_row(self.raw(index), key), key, Purpose.TOKEN)
 
     def distribution(self, index: int) -> torch.Tensor:
-        return self.processed[index].double().softmax(dim=0)
+        return process_row(self.raw(index), self.key(index)).double().softmax(dim=0)
 
     def drafted(self, index: int) -> torch.Tensor | None:
         return None if self.probs is None else self.probs[index]
 
     def flip(self, index: int, probability: float) -> bool:
-        row = self.keys[index]
+        row = self.key(index)
         return uniform(noise_key(row.state.seed, row.state.choice, row.position, Purpose.ACCEPT)) < probability
 
     def pick(self, index: int, weights: torch.Tensor) -> int:
         # A point mass proposal may have been drawn with the TOKEN noise of its position: its replacement may not.
         purpose = Purpose.RESIDUAL if index < len(self.proposed) else Purpose.TOKEN
-        return draw(weights.log(), self.keys[index], purpose)
+        return draw(weights.log(), self.key(index), purpose)
 
 
 class Verifier:
@@ -138,31 +149,21 @@ class Verifier:
     def verify(self, requests: Sequence[VerifyRequest], proposal: Proposal, logits: torch.Tensor) -> Verdict:
         """`logits` [sum(len(proposed) + 1), V] float32: per request the anchor's row, then one per proposed token."""
         probs = proposal.probs or (None,) * len(requests)
-        keys: list[SamplingRow] = []
-        for request, proposed in zip(requests, proposal.tokens, strict=True):
-            history = [*request.output, *proposed]
-            stops = range(len(request.output), len(history) + 1)
-            keys += [SamplingRow(state=request.sampling, output=history[:stop]) for stop in stops]
-        processed = process(logits, keys)
-        greedy: list[int] = processed.argmax(dim=1).tolist()
+        bare = [is_bare(request.sampling, len(request.output)) for request in requests]
+        greedy = argmax_rows(logits) if any(bare) else ()
         verdicts: list[RequestVerdict] = []
         first = 0
-        for request, proposed, drafted in zip(requests, proposal.tokens, probs, strict=True):
-            span = slice(first, first + len(proposed) + 1)
-            first = span.stop
-            verdicts.append(
-                self._verify_one(
-                    _Rows(
-                        request=request,
-                        proposed=proposed,
-                        probs=drafted,
-                        raw=logits[span],
-                        processed=processed[span],
-                        greedy=greedy[span],
-                        keys=keys[span],
-                    )
-                )
+        for request, proposed, drafted, is_argmax in zip(requests, proposal.tokens, probs, bare, strict=True):
+            rows = _Rows(
+                request=request,
+                proposed=proposed,
+                probs=drafted,
+                logits=logits,
+                first=first,
+                greedy=greedy if is_argmax else None,
             )
+            first += len(proposed) + 1
+            verdicts.append(self._verify_one(rows))
         return Verdict(requests=tuple(verdicts))
 
     def _verify_one(self, rows: _Rows) -> RequestVerdict:
@@ -188,7 +189,7 @@ def _emit(rows: _Rows, tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[To
     entries: list[TokenLogprobs] = []
     for index, token in enumerate(tokens):
         if count is not None:
-            entries.append(logprobs(rows.raw[index], token, count))
+            entries.append(logprobs(rows.raw(index), token, count))
         if rows.request.sink.push(token):
             return tuple(tokens[: index + 1]), tuple(entries), True
     return tuple(tokens), tuple(entries), False
