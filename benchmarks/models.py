@@ -1,0 +1,294 @@
+"""Make the benchmark models: one set of bf16 weights per model, in every form that an engine here reads.
+
+`python benchmarks/models.py --into build/benchmarks/models`. SmolLM2-135M-Instruct comes from `proa fetch smollm2`,
+dequantised; the others are random weights in a shape. Needs the extras `test` and `oracle`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+TIED = "model.embed_tokens.weight"
+GLOBAL_NAMES: Mapping[str, str] = MappingProxyType(
+    {TIED: "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+)
+LAYER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+)
+"""Hub name within a layer -> GGUF name within a block. Every model here ties its head to its embedding."""
+SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # As Qwen3-0.6B, but for the vocabulary, which is SmolLM2's.
+        "qwen3-0.6b": MappingProxyType(
+            {
+                "model_type": "qwen3",
+                "architectures": ["Qwen3ForCausalLM"],
+                "hidden_size": 1024,
+                "intermediate_size": 3072,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "rope_theta": 1000000.0,
+            }
+        ),
+        # SmolLM2's depth with next to no work in a layer: what a step costs besides its arithmetic (overhead.py).
+        "narrow": MappingProxyType(
+            {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 30,
+                "num_attention_heads": 1,
+                "num_key_value_heads": 1,
+                "head_dim": 64,
+                "rope_theta": 10000.0,
+            }
+        ),
+    }
+)
+QUANTISED = ("Q8_0", "Q4_0")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=Path, default=Path("build/benchmarks/models"))
+    parser.add_argument("--gguf", type=Path, help="the fetched SmolLM2 file (default: fetch it)")
+    parser.add_argument("--only", choices=("smollm2", *SHAPES), help="this one only")
+    args = parser.parse_args()
+    recipe = args.gguf or fetched()
+    for name in ("smollm2", *SHAPES):
+        if args.only in (None, name):
+            print(name, flush=True)
+            make(name, args.into / name, recipe)
+    return 0
+
+
+def read_manifest(models: Path, model: str) -> int:
+    """Bytes of all weights of `model` (NAME-DTYPE): what one decode step must read."""
+    name, _, dtype = model.rpartition("-")
+    return json.loads((models / name / "manifest.json").read_text(encoding="utf-8"))[dtype]
+
+
+def fetched() -> Path:
+    """As `proa fetch smollm2`."""
+    from proa.checkpoint.locate import locate
+    from proa.env import read_environment
+
+    return locate("smollm2", read_environment().cache_dir, online=True, note=print)
+
+
+def make(name: str, folder: Path, recipe: Path) -> None:
+    """hub/, BF16.gguf, F16.gguf, Q8_0.gguf, Q4_0.gguf and manifest.json."""
+    shutil.rmtree(folder, ignore_errors=True)
+    hub = folder / "hub"
+    hub.mkdir(parents=True)
+    if name == "smollm2":
+        config, weights = dequantised(recipe)
+    else:
+        config = {**SHAPES[name], **common_config(recipe)}
+        weights = random_weights(config)
+    write_hub(hub, config, weights, recipe)
+    sizes = {"bf16": sum(tensor.numel() * 2 for tensor in weights.values())}
+    for kind in () if name == "narrow" else ("BF16", "F16", *QUANTISED):
+        sizes[kind.lower()] = write_gguf(folder / f"{kind}.gguf", kind, config, weights, recipe)
+    (folder / "manifest.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
+
+
+def common_config(recipe: Path) -> dict[str, Any]:
+    fields = read_fields(recipe)
+    return {
+        "vocab_size": len(fields("tokenizer.ggml.tokens")),
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "bos_token_id": fields("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": fields("tokenizer.ggml.eos_token_id"),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def read_fields(recipe: Path) -> Callable[[str], Any]:
+    import gguf
+
+    fields = gguf.GGUFReader(recipe).fields
+    return lambda key: fields[key].contents()
+
+
+def dequantised(recipe: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Config and bf16 weights, in the hub's names and row order, of a llama GGUF file with a tied head."""
+    import gguf
+    import torch
+
+    field = read_fields(recipe)
+    heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
+    config = common_config(recipe) | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": field("llama.embedding_length"),
+        "intermediate_size": field("llama.feed_forward_length"),
+        "num_hidden_layers": field("llama.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": field("llama.embedding_length") // heads,
+        "rms_norm_eps": float(field("llama.attention.layer_norm_rms_epsilon")),
+        "rope_theta": float(field("llama.rope.freq_base")),
+    }
+    stored = {
+        tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).bfloat16()
+        for tensor in gguf.GGUFReader(recipe).tensors
+    }
+    weights = {}
+    for hub, name in names(config):
+        tensor = stored.pop(name, None)
+        if tensor is not None:
+            weights[hub] = unpermuted(tensor, head_count(hub, config)) if is_rotated(hub) else tensor
+    if stored:
+        raise SystemExit(f"{recipe}: tensors without a place: {', '.join(stored)}")
+    return config, weights
+
+
+def random_weights(config: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes = {
+        "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
+        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
+        "embed_tokens": (config["vocab_size"], hidden), "q_norm": (dim,), "k_norm": (dim,),
+    }  # fmt: skip
+    source = torch.Generator().manual_seed(0)
+
+    def weight(hub: str) -> Any:
+        shape = shapes.get(hub.split(".")[-2], (hidden,))
+        return (
+            torch.ones(shape).bfloat16()
+            if len(shape) == 1
+            else torch.randn(shape, generator=source).mul_(0.02).bfloat16()
+        )
+
+    return {hub: weight(hub) for hub, _ in names(config) if config["model_type"] == "qwen3" or "_norm." not in hub}
+
+
+def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(hub name, GGUF name) of every tensor that a model of these families can have."""
+    layers = range(config["num_hidden_layers"])
+    inner = [
+        (f"model.layers.{layer}.{hub}.weight", f"blk.{layer}.{name}.weight")
+        for layer in layers
+        for hub, name in LAYER_NAMES.items()
+    ]
+    return [*GLOBAL_NAMES.items(), *inner]
+
+
+def is_rotated(hub: str) -> bool:
+    """GGUF stores these rows of a llama model in the order of its rotary embedding."""
+    return hub.endswith(("q_proj.weight", "k_proj.weight"))
+
+
+def head_count(hub: str, config: Mapping[str, Any]) -> int:
+    return config["num_attention_heads" if "q_proj" in hub else "num_key_value_heads"]
+
+
+def permuted(tensor: Any, heads: int) -> Any:
+    rows, columns = tensor.shape
+    return tensor.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def unpermuted(tensor: Any, heads: int) -> Any:
+    rows, columns = tensor.shape
+    return tensor.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def write_hub(hub: Path, config: Mapping[str, Any], weights: Mapping[str, Any], recipe: Path) -> None:
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer
+
+    # Saved first: transformers writes no config.json here, and what it writes must not replace ours.
+    AutoTokenizer.from_pretrained(recipe.parent, gguf_file=recipe.name).save_pretrained(hub)
+    (hub / "config.json").write_text(json.dumps(dict(config), indent=1) + "\n", encoding="utf-8")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()}, hub / "model.safetensors", {"format": "pt"}
+    )
+
+
+def write_gguf(path: Path, kind: str, config: Mapping[str, Any], weights: Mapping[str, Any], recipe: Path) -> int:
+    """One GGUF file with the recipe's tokenizer. Returns the bytes of its tensors.
+
+    The embedding, which is the head as well, is Q8_0 in a Q4_0 file: what llama.cpp's own quantiser stores for a tied
+    head whose width is no multiple of 256.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(path, config["model_type"])
+    add_keys(writer, kind, config)
+    for field in gguf.GGUFReader(recipe).fields.values():
+        if field.name.startswith("tokenizer."):
+            is_array = field.types[0] == gguf.GGUFValueType.ARRAY
+            add = (
+                writer.add_array
+                if is_array
+                else lambda key, value, t=field.types[0]: writer.add_key_value(key, value, t)
+            )
+            add(field.name, field.contents())
+    nbytes = 0
+    for hub, name in names(config):
+        if (tensor := weights.get(hub)) is None:
+            continue
+        if is_rotated(hub) and config["model_type"] == "llama":
+            tensor = permuted(tensor, head_count(hub, config))
+        wanted = "F32" if tensor.dim() == 1 else "Q8_0" if hub == TIED and kind in QUANTISED else kind
+        stored = gguf.GGMLQuantizationType[wanted]
+        data = gguf.quants.quantize(tensor.float().numpy(), stored)
+        writer.add_tensor(name, data, raw_dtype=stored)
+        nbytes += data.nbytes
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return nbytes
+
+
+def add_keys(writer: Any, kind: str, config: Mapping[str, Any]) -> None:
+    import gguf
+
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
