@@ -16,6 +16,7 @@ from proa.engine.results import RequestOutput
 from proa.engine.session import Answer, Session
 from proa.env import Environment, read_environment
 from proa.errors import RequestError
+from proa.kernels.cost import CostTable
 from proa.sampling.params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -155,6 +156,11 @@ class LLM:
         """How sampled tokens are verified: coupled or rejection."""
         contract = self._open_parts.resolved.plans.contract
         return "coupled" if contract is None else contract.verification.value.value
+
+    @property
+    def costs(self) -> Mapping[str, CostTable]:
+        """By role, what forwards cost on this host, as far as that was measured."""
+        return self._open_parts.costs
 
     def descriptions(self) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         """By role: what the built runner says of itself, and what its plan promised. Equal, or something is wrong."""

@@ -20,6 +20,7 @@ def test_a_model_without_a_draft_is_checked_with_ngrams(tiny: Callable[..., Path
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("healthy")
     assert "ngram against plain: identical" in done.stdout
+    assert "self-test of onednn kernels: " in done.stdout
 
 
 def test_a_pair_is_checked_greedy_and_sampled_and_both_ledgers_are_told(tiny: Callable[..., Path]) -> None:
@@ -27,6 +28,7 @@ def test_a_pair_is_checked_greedy_and_sampled_and_both_ledgers_are_told(tiny: Ca
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["healthy"] is True
+    assert "onednn" in told["self_tests"]
     assert set(told["lossless"]) == {"greedy", "sampled"}
     assert set(told["ledger"]["runners"]) == {"target", "draft"}
 
@@ -42,7 +44,7 @@ def test_a_draft_that_is_never_right_makes_the_pair_unhealthy_with_exit_code_5(t
 
 
 def test_bench_tells_speeds_and_the_accept_length(tiny: Callable[..., Path]) -> None:
-    figures = ("--peer", "none", "--rounds", "1", "--prompt-tokens", "16", "--new-tokens", "4", "--batch", "1", "2")
+    figures = ("--peer", "none", "--rounds", "3", "--prompt-tokens", "16", "--new-tokens", "48", "--batch", "1", "2")
     done = proa("bench", tiny("llama"), "--speculative", "ngram", "--json", *figures, *SETTINGS)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -21,7 +21,9 @@ from proa.runner.batch import RowSpan
 from proa.runner.describe import promised
 from proa.runner.runner import Runner
 from proa.units import Phase
+from tests.factories.native import probed
 
+FOUND = probed()  # where native kernels run, the target is native and the draft, for its cache, is not
 PAGES = 16
 PROMPT = tuple(range(20, 51))
 Facts = tuple[str, dict[str, Any], torch.Tensor, dict[str, int]]
@@ -36,11 +38,13 @@ def resolved(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
         "threads": 1,
     }
     config = load_config(str(tiny("llama")), flags={}, file=None, environ={}, api=api)
-    yield prepare(config, cache_dir=tmp_path_factory.mktemp("cache"), online=False, note=lambda text: None, caps=None)
+    yield prepare(
+        config, cache_dir=tmp_path_factory.mktemp("cache"), online=False, note=lambda text: None, caps=FOUND.caps
+    )
 
 
 def built(planned: Planned) -> Runner:
-    return build_runner(planned, PAGES, Silent())
+    return build_runner(planned, PAGES, Silent(), FOUND.library)
 
 
 def facts(runner: Runner) -> Facts:

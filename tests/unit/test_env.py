@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from proa.env import VARIABLES, read_environment
+from proa.cli.main import main
+from proa.env import SPIN_NAME, SPINS, VARIABLES, read_environment, shorten_waits
 from proa.errors import ConfigError
 
 
@@ -48,3 +51,27 @@ def test_without_any_home_the_cache_directory_says_what_to_set(monkeypatch: pyte
 
 def test_every_variable_has_help_and_a_default() -> None:
     assert all(one.name.startswith("PROA_") and one.help and one.default for one in VARIABLES)
+
+
+def test_the_variables_that_govern_threads_are_read_as_they_are() -> None:
+    given = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "HOME": "/h"}
+    assert read_environment(given).openmp == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+
+
+@pytest.mark.parametrize("said", [{}, {SPIN_NAME: "7"}, {SPIN_NAME: ""}, {"OMP_WAIT_POLICY": "active"}])
+def test_threads_wait_as_the_environment_says_else_briefly(said: dict[str, str]) -> None:
+    environ = dict(said)
+    shorten_waits(environ)
+    assert environ == (said or {SPIN_NAME: SPINS})
+
+
+def test_only_the_command_line_of_its_own_process_changes_how_threads_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (SPIN_NAME, "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["proa", "--version"])
+    assert main(["--version"]) == 0 and SPIN_NAME not in os.environ
+    monkeypatch.setenv(SPIN_NAME, "")  # so that it is unset again after this test
+    del os.environ[SPIN_NAME]
+    assert main() == 0 and os.environ[SPIN_NAME] == SPINS

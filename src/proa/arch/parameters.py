@@ -26,7 +26,8 @@ def decoder_parameters(spec: DecoderSpec, layout: WeightLayout) -> dict[str, Par
     table["norm.weight"] = (spec.hidden,)
     if not layout.tied_head:
         table["head.weight"] = (spec.vocab, spec.hidden)
-    parameters = {name: ParameterInfo(shape=shape) for name, shape in table.items()}
+    blocks = dict(layout.blocks)
+    parameters = {name: ParameterInfo(shape=shape, dtype=blocks.get(name)) for name, shape in table.items()}
     rope = spec.layers[0].mixer.rope
     if rope.kind is RopeKind.FACTORS:
         parameters["rope.factors"] = ParameterInfo(shape=(rope.dim // 2,), dtype=DType.F32)

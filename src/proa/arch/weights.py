@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 
 from proa.errors import WeightError
 from proa.units import DType
@@ -26,18 +27,23 @@ class Action(Enum):
 class WeightLayout:
     """Physical arrangement of one runner's weights, decided in its plan; read by rules, table and builder alike.
 
-    `tied_head`: the output head is the embedding matrix, there is no `head.weight` parameter.
+    `tied_head`: the output head is the embedding matrix, there is no `head.weight` parameter. `blocks`: parameters kept
+    in the stored block format, by name; all others are in the compute dtype.
     """
 
     tied_head: bool
+    blocks: tuple[tuple[str, DType], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterInfo:
-    """Shape in elements; `dtype` None means the runner's compute dtype."""
+    """Shape in elements; `dtype` None means the runner's compute dtype, a block format the bytes as stored."""
 
     shape: tuple[int, ...]
     dtype: DType | None = None
+
+    def nbytes(self, compute: DType) -> int:
+        return (self.dtype or compute).nbytes(prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,38 +1,100 @@
-"""`proa doctor`: this host, the kernels that can run on it, and why the others cannot. Imports no torch."""
+"""`proa doctor`: this host, the kernels that can run on it, why the others cannot, and what that costs.
+
+Reads the self-test verdicts that are known and imports no torch; `--build` compiles and tests first.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from proa.cli.output import Output
 from proa.conditions import evaluate
 from proa.config.intent import EngineConfig
+from proa.env import SPIN_NAME, SPINS, Environment, read_environment
+from proa.errors import KernelUnavailable
+from proa.kernels import host
 from proa.kernels.caps import DeviceCaps, caps_to_json, read_caps
-from proa.kernels.catalog import CATALOG
+from proa.kernels.catalog import CATALOG, NATIVE, ONEDNN, OPS, REFERENCE
+from proa.kernels.verdicts import PASSED, with_verdicts
 from proa.plan.context import caps_facts
 from proa.units import format_bytes
 
+# Decoding of one model on one host (docs/kernels.md): no promise for this one.
+_COSTS: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("matmul", ONEDNN): "decoding was about 3 times slower where we measured it",
+        ("matmul", REFERENCE): "decoding was about 4 times slower where we measured it",
+    }
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    parser.add_argument(
+        "--build",
+        action="store_true",
+        help="compile and self-test the kernels now, also those that failed before (for images made ahead of time)",
+    )
 
 
 def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> int:
     del config  # the host alone is asked
-    caps = read_caps()
-    kernels = kernel_verdicts(caps)
+    environment = read_environment()
+    caps, cache = read_caps(), environment.cache_dir
+    if args.build:
+        # By name: nothing else here may bring in torch.
+        caps = import_module("proa.kernels.probe").probe(caps, cache, out.note, again=True).caps
+    caps = with_verdicts(caps, cache)
+    kernels, threads = kernel_verdicts(caps), thread_facts(environment)
+    lost = list(losses(kernels)) if caps.device == "cpu" else []
     if args.json:
-        out.json({"caps": caps_to_json(caps), "kernels": kernels})
+        out.json({"caps": caps_to_json(caps), "kernels": kernels, "threads": threads, "lost": lost})
     else:
-        out.line("\n".join([*_host_lines(caps), *_kernel_lines(kernels)]))
+        out.line("\n".join([*_host_lines(caps), *_thread_lines(threads), *_kernel_lines(kernels), *lost]))
+    if args.build and caps.verdict(NATIVE) != PASSED:
+        what = caps.verdict(NATIVE) if caps.compiler else "no C++ compiler was found"
+        raise KernelUnavailable("kernels/not-built", f"the native kernels are not usable here: {what}")
     return 0
+
+
+def thread_facts(environment: Environment) -> dict[str, Any]:
+    """What decides how many threads run and how they wait."""
+    root = Path("/")
+    return {
+        "usable": host.usable_cores(root),
+        "affinity": host.affinity_cores(),
+        "quota": host.cpu_quota(root),
+        "openmp": dict(environment.openmp),
+    }
+
+
+def losses(kernels: list[dict[str, Any]]) -> Iterator[str]:
+    """What a CPU host does without where an op cannot run on native kernels."""
+    taken = {op: next((k["backend"] for k in kernels if k["op"] == op and k["can_run"]), None) for op in OPS}
+    if set(taken.values()) == {NATIVE}:
+        return
+    yield "what is lost without native"
+    for op, backend in taken.items():
+        if backend not in (NATIVE, None):
+            yield f"  {op:18} {backend:11} {_COSTS.get((op, backend), 'slower, above all in long contexts')}"
+    yield "  numerics           fast        rounding may differ by batch (docs/kernels.md has our figures)"
 
 
 def kernel_verdicts(caps: DeviceCaps) -> list[dict[str, Any]]:
     """Every kernel of the catalogue on the best device of this host: whether it can run, and everything against it."""
-    facts = {**caps_facts(caps), "plan.device": caps.device}
+    # What depends on a model is answered for one that fits: here the host alone is asked.
+    fitting = {
+        "spec.sizes": {"head_dim": 64},
+        "plan.page_size": 16,
+        "plan.kv_dtype": "",
+        "plan.dtype": "",
+        "ask.attention": (),
+    }
+    facts = {**caps_facts(caps), **fitting, "plan.device": caps.device}
     table: list[dict[str, Any]] = []
     for kernel in CATALOG:
         blocked = [v.blocked.reason for v in evaluate(kernel.requires, facts) if v.blocked]
@@ -58,6 +120,14 @@ def _host_lines(caps: DeviceCaps) -> Iterator[str]:
     yield f"memory     {format_bytes(caps.memory_bytes)}, {free} free"
     yield f"compiler   {caps.compiler or 'none found'}"
     yield f"libraries  {', '.join(f'{name} {version}' for name, version in caps.libraries.items())}"
+
+
+def _thread_lines(threads: dict[str, Any]) -> Iterator[str]:
+    quota = "no CPU quota" if threads["quota"] is None else f"a CPU quota of {threads['quota']:g}"
+    yield f"threads    {threads['usable']} by default: {threads['affinity']} cores in the affinity mask, {quota}"
+    named = [f"{name}={value}" for name, value in threads["openmp"].items()]
+    ours = f" ({SPIN_NAME}={SPINS} is this command line's own default)" if f"{SPIN_NAME}={SPINS}" in named else ""
+    yield f"openmp     {' '.join(named) or 'no variables set'}{ours}"
 
 
 def _kernel_lines(kernels: list[dict[str, Any]]) -> Iterator[str]:

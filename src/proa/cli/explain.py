@@ -12,7 +12,8 @@ from proa.env import read_environment
 from proa.errors import ConfigError
 from proa.kernels.caps import read_caps_file
 from proa.loading.dry_run import tensor_counts
-from proa.plan.explain import explain_diff, explain_json, explain_table, explain_why, why_json
+from proa.plan.costs import known_costs
+from proa.plan.explain import cost_lines, explain_diff, explain_json, explain_table, explain_why, why_json
 from proa.plan.families import families_json, families_table
 from proa.plan.prepare import prepare
 
@@ -42,10 +43,14 @@ def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> i
     )
     for warning in resolved.warnings:
         out.note(warning)
+    # Another host's costs are not known here.
+    costs = known_costs(resolved.plans, environment.cache_dir, out.note) if args.caps is None else {}
     if args.why is not None:
         out.json(why_json(resolved.plans, args.why)) if args.json else out.line(explain_why(resolved.plans, args.why))
     elif args.json:
-        out.json(explain_json(resolved.plans))
+        out.json(explain_json(resolved.plans, costs))
+    elif args.diff:
+        out.line(explain_diff(resolved.plans))
     else:
-        out.line(explain_diff(resolved.plans) if args.diff else explain_table(resolved.plans, tensor_counts(resolved)))
+        out.line("\n".join([explain_table(resolved.plans, tensor_counts(resolved)), *cost_lines(costs)]))
     return 0

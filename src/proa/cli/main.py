@@ -20,7 +20,7 @@ from proa.cli.output import Output
 from proa.config.dump import to_toml
 from proa.config.fields import nearest
 from proa.config.load import load_config, refuse_unknown_variables
-from proa.env import read_environment
+from proa.env import read_environment, shorten_waits
 from proa.errors import ConfigError, ProaError
 
 INTERRUPTED = 130
@@ -50,6 +50,8 @@ LATER_VERBS = ("serve",)
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit code; nothing is raised."""
+    if argv is None:  # the command line of a process that is ours
+        shorten_waits()
     arguments = sys.argv[1:] if argv is None else argv
     out = Output.standard()
     try:

@@ -61,7 +61,8 @@ class LosslessReport:
 def lossless(llm: LLM, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> LosslessReport:
     """Answer every prompt twice, with and without proposals, and compare.
 
-    The seed must be fixed for sampled comparisons: a fresh one would differ between the two runs.
+    The seed must be fixed for sampled comparisons: a fresh one would differ between the two runs. So should the length
+    of proposals be: one that is measured may be 0 here.
     """
     params = replace(params, logprobs=max(TOP, params.logprobs or 0), seed=0 if params.seed is None else params.seed)
     plain = llm.generate(list(prompts), replace(params, speculative=False))

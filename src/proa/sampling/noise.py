@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
+
+# Ids hashed at once: two buffers of 256 KiB stay in the cache of a core. 152,000 ids in one go take four times as long.
+_BLOCK = 32768
 
 
 class Purpose(IntEnum):
@@ -51,6 +56,27 @@ def gumbel_of(key: int | torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     unsigned += (bits < 0) * 2.0**64
     uniform = ((unsigned + 0.5) * 2.0**-64).clamp_(max=1 - 2.0**-53)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def uniform_floors(key: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """For each id at most the uniform number that its Gumbel noise is made of: its upper 31 bits, zeros below.
+
+    2 ns an id, where the noise itself takes 20: enough to tell which ids have noise worth computing. (float32 rounds
+    the 31 bits to 24, so a floor may be too high by 2^-24 of itself.)
+    """
+    floors = np.empty(ids.size, np.float32)
+    for start in range(0, ids.size, _BLOCK):
+        words = (ids[start : start + _BLOCK] + 1).view(np.uint64)
+        words *= np.uint64(_GAMMA)
+        words += np.uint64(key)
+        words ^= words >> np.uint64(30)
+        words *= np.uint64(_FIRST)
+        words ^= words >> np.uint64(27)
+        words *= np.uint64(_SECOND)
+        words >>= np.uint64(33)  # the last step of the mix changes the lower 33 bits only
+        floors[start : start + _BLOCK] = words.view(np.int64)  # signed, which converts faster
+    floors *= np.float32(2.0**-31)
+    return floors
 
 
 def uniform(key: int) -> float:

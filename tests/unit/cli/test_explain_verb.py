@@ -43,7 +43,7 @@ def test_why_prints_conditions_and_an_unknown_knob_exits_with_2(
     llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert proa("explain", llama, "--why", "matmul_kernel") == 0
-    assert "kernel.native.absent" in capsys.readouterr().out
+    assert "kernel.native.isa" in capsys.readouterr().out
     assert proa("explain", llama, "--why", "matmul_kernel", "--json") == 0
     assert json.loads(capsys.readouterr().out)[0]["knob"] == "matmul_kernel"
     assert proa("explain", llama, "--why", "nothing") == 2

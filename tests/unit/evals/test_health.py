@@ -19,7 +19,7 @@ REPORT = LosslessReport(prompts=4, compared=128, divergences=(), largest_logprob
 
 
 def test_a_pair_that_verifies_properly_is_healthy(tiny: Callable[..., Path]) -> None:
-    with LLM(tiny("llama"), draft=tiny("qwen3", seed=3), **SETTINGS) as llm:
+    with LLM(tiny("llama"), draft=tiny("qwen3", seed=3), num_draft_tokens=4, **SETTINGS) as llm:
         found = health(llm)
     assert all(report.is_lossless for report in found.reports.values())
     assert set(found.reports) == {"greedy", "sampled"}
@@ -43,7 +43,7 @@ def test_a_verifier_that_accepts_every_proposal_is_found(
         return proper(self, requests, proposal, logits)
 
     monkeypatch.setattr(verify.Verifier, "verify", credulous)
-    with LLM(tiny("llama"), draft=tiny("qwen3", seed=3), **SETTINGS) as llm:
+    with LLM(tiny("llama"), draft=tiny("qwen3", seed=3), num_draft_tokens=4, **SETTINGS) as llm:
         found = health(llm)
     assert not found.is_healthy
     assert any("greedy: prompt 0" in problem for problem in found.problems)

@@ -195,3 +195,16 @@ def test_the_filters_agree_with_those_of_transformers() -> None:
         expected = warper(None, expected)
     one = row(prompt, [], repetition_penalty=1.3, temperature=0.7, top_k=120, top_p=0.9, min_p=0.02)
     torch.testing.assert_close(process(logits, [one]).softmax(-1), expected.softmax(-1))
+
+
+def test_the_total_order_of_a_large_row_is_the_head_of_its_full_sort() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for values in (torch.randn(50_000, generator=generator), torch.randn(50_000, generator=generator).mul(3).round()):
+        values[torch.rand(50_000, generator=generator) < 0.3] = -math.inf
+        ranked = [index for _, index in sorted((-value, index) for index, value in enumerate(values.tolist()))]
+        for at_least in (1, 40, 1024, 20_000):
+            found = total_order(values, at_least).tolist()
+            assert found == ranked[: len(found)]
+            assert len(found) >= at_least
+            rest = values[ranked[len(found)]]
+            assert rest == -math.inf or rest < values[found[at_least - 1]]

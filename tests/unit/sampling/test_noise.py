@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
 
-from proa.sampling.noise import Purpose, gumbel, gumbel_of, noise_key, uniform
+from proa.sampling.noise import Purpose, gumbel, gumbel_of, noise_key, uniform, uniform_floors
 
 CPU = torch.device("cpu")
 P = torch.tensor([0.5, 0.25, 0.15, 0.0999, 0.0001], dtype=torch.float64)
@@ -120,3 +121,15 @@ def test_the_extreme_hashes_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -
     assert lowest == pytest.approx(65 * math.log(2))
     assert highest == pytest.approx(-math.log(53 * math.log(2)))
     assert upper_half == pytest.approx(lower_half) == pytest.approx(-math.log(math.log(2)))
+
+
+def test_the_floor_of_a_uniform_is_what_its_gumbel_noise_is_made_of_cut_to_31_bits() -> None:
+    ids = np.arange(70_000)  # three blocks
+    for key in (0, 1, 2**63, 2**64 - 1, 0x1234567890ABCDEF):
+        noise = gumbel(key, ids.size, torch.device("cpu"))
+        uniforms = -torch.expm1(-torch.exp(-noise))
+        floors = torch.from_numpy(uniform_floors(key, ids)).double()
+        assert (floors <= uniforms * (1 + 1e-7) + 1e-15).all()
+        assert (floors >= uniforms - 2.0**-31 - 1e-7 * uniforms - 1e-15).all()
+        some = torch.from_numpy(uniform_floors(key, ids[3:60_000:7])).double()
+        assert torch.equal(some, floors[3:60_000:7])

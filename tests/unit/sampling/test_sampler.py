@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from proa.sampling import sampler
+from proa.sampling.logits import argmax_rows
 from proa.sampling.noise import Purpose, gumbel, noise_key
 from proa.sampling.params import SamplingParams
 from proa.sampling.sampler import draw, logprobs, sample
@@ -39,6 +44,55 @@ def test_the_draw_is_the_argmax_with_the_noise_of_the_position_that_the_token_ta
     one = row(1, output=(7, 7, 7))
     noise = gumbel(noise_key(5, 0, 5, Purpose.TOKEN), 100, torch.device("cpu"))
     assert draw(logits, one, Purpose.TOKEN) == int((logits + noise).argmax())
+
+
+VOCAB = 3 * sampler._WORTH_SCREENING
+
+
+@st.composite
+def large_rows(draw_from: st.DrawFn) -> torch.Tensor:
+    """Flat, peaked, tied, far from zero, partly masked, float32 or float64: all above the size that is screened."""
+    generator = torch.Generator().manual_seed(draw_from(st.integers(0, 2**32)))
+    spread = draw_from(st.sampled_from([0.0, 1e-6, 0.1, 3.0, 30.0, 1e4]))
+    values = torch.randn(VOCAB, generator=generator) * spread + draw_from(st.sampled_from([0.0, -200.0, 500.0]))
+    if draw_from(st.booleans()):
+        values = values.round()
+    values[torch.rand(VOCAB, generator=generator) < draw_from(st.sampled_from([0.0, 0.2, 0.9]))] = -math.inf
+    return values.double() if draw_from(st.booleans()) else values
+
+
+def full_draw(values: torch.Tensor, seed: int) -> int:
+    noise = gumbel(noise_key(seed, 0, 2, Purpose.TOKEN), VOCAB, torch.device("cpu"))
+    return int((values + noise).argmax())
+
+
+@settings(max_examples=300, deadline=None)
+@given(values=large_rows(), seed=st.integers(0, 2**64 - 1))
+def test_leaving_out_ids_that_cannot_win_gives_the_token_of_the_full_draw(values: torch.Tensor, seed: int) -> None:
+    assert draw(values, row(1, seed=seed), Purpose.TOKEN) == full_draw(values, seed)
+
+
+def test_few_ids_are_left_to_compute_noise_for_whatever_the_shape_of_the_distribution() -> None:
+    for spread in (0.0, 0.1, 3.0, 30.0):
+        values = (torch.randn(49152, generator=torch.Generator().manual_seed(2)) * spread).numpy()
+        left = [sampler._may_win(key, np.arange(49152), values).size for key in range(50)]
+        assert min(left) >= 1
+        assert sum(left) / 50 < 50
+
+
+def test_a_screen_that_is_too_narrow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_SLACK", -20.0)
+    values = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
+    with pytest.raises((AssertionError, ValueError)):
+        for seed in range(50):
+            assert draw(values, row(1, seed=seed), Purpose.TOKEN) == full_draw(values, seed)
+
+
+def test_the_argmax_of_each_row_is_the_lowest_of_equals_and_leaves_the_logits_alone() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0], [-1.0, -1.0, -1.0]])
+    before = logits.clone()
+    assert argmax_rows(logits) == [1, 0, 0]
+    assert torch.equal(logits, before)
 
 
 def test_masked_tokens_are_never_drawn_and_the_others_keep_their_noise() -> None:
