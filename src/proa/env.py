@@ -97,9 +97,10 @@ def shorten_waits(environ: MutableMapping[str, str] | None = None) -> None:
 
     For a process of our own, before torch is loaded: libgomp reads this once.
     """
-    # Decoding SmolLM2 on 2 threads, tok/s. Cores to itself: 189-204 by default, 191-200 with 1000, 95-101 passive. Its
-    # two threads on one core beside another process: 8-16, 48 and 92; each wait spins while the other thread is due.
-    # 1000 (about 40 us, what a wake-up costs) is also libgomp's own count where threads outnumber cores.
+    # Decoding SmolLM2 on 2 threads of 2 cores, tok/s. Cores to itself: 177-204 by default, 180-202 with 1000, 71-101
+    # passive. Beside one busy process: 42-48 or stuck for a minute, 48, 92: a wait spins while the other thread is due.
+    # 1000 (about 40 us, what a wake-up costs) is also libgomp's own count where threads outnumber cores. All figures,
+    # also those against it: docs/kernels.md.
     target = os.environ if environ is None else environ
     if SPIN_NAME not in target and "OMP_WAIT_POLICY" not in target:
         target[SPIN_NAME] = SPINS

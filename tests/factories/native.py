@@ -8,6 +8,7 @@ from typing import Any
 
 from proa.env import read_environment
 from proa.kernels.caps import read_caps
+from proa.kernels.catalog import has_native_vectors
 from proa.kernels.probe import Probed, probe
 from proa.kernels.verdicts import PASSED
 from proa.loading.build import build
@@ -22,10 +23,14 @@ def probed() -> Probed:
 
 
 def why_not(found: Probed) -> str | None:
-    """Why native kernels cannot run here; None when they can."""
-    if found.library is None:
-        return "no native library: " + found.caps.kernels.get("native", "no C++ compiler")
-    return None if found.caps.kernels["native"] == PASSED else found.caps.kernels["native"]
+    """Why this host cannot have native kernels at all; None where it can. Kernels that fail here are a failed test."""
+    if found.caps.compiler is None:
+        return "no C++ compiler"
+    if not has_native_vectors(found.caps.isa):
+        return f"native kernels have no variant for {' '.join(found.caps.isa)}"
+    if found.library is None or found.caps.kernels["native"] != PASSED:
+        raise RuntimeError(f"native kernels cannot be used on a host that should: {found.caps.kernels.get('native')}")
+    return None
 
 
 def native_plan(path: Path, found: Probed, **asks: Any) -> Planned:
