@@ -22,7 +22,7 @@ from tests.factories.runners import Rows, runner_of
 pytestmark = pytest.mark.oracle
 
 NAMES = ("llama", "llama_sharded", "qwen2", "qwen3", "mistral", "mistral_swa")
-KINDS = ("reference-16", "reference-4", "native-16")
+KINDS = ("reference-16", "reference-4", "onednn-16", "native-16")
 FOUND = probed()
 WHY_NOT = why_not(FOUND)
 TOLERANCE = 2e-4
@@ -66,14 +66,15 @@ def runners(path: Path) -> Callable[[str], Runner]:
 
     def runner(kind: str) -> Runner:
         backend, _, size = kind.partition("-")
-        if backend == "native" and WHY_NOT is not None:
+        if backend != "reference" and WHY_NOT is not None:
             pytest.skip(WHY_NOT)
         if kind not in built:
             asks = {"dtype": "float32", "page_size": int(size)}
-            built[kind] = (
-                native_runner(path, FOUND, num_pages=256, **asks) if backend == "native" else runner_of(path, **asks)
-            )
-            assert built[kind].describe()["attention.verify"] == backend
+            if backend == "reference":
+                built[kind] = runner_of(path, **asks)
+            else:
+                built[kind] = native_runner(path, FOUND, num_pages=256, matmul_kernel=backend, **asks)
+            assert built[kind].describe()["matmul_kernel"] == backend
         return built[kind]
 
     return runner

@@ -1,4 +1,7 @@
-"""In float32, speculative output is plain output: drafters x sampling features x batch sizes, greedy and sampled."""
+"""Speculative output is plain output: drafters x sampling features x batch sizes, greedy and sampled, on every tier.
+
+In float32 on all tiers; in bfloat16 where the numerics are exact (native), and there prompts are also cut differently.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,23 @@ import pytest
 
 from proa import LLM, RequestOutput, SamplingParams
 from proa.kernels.cost import CostTable
+from proa.kernels.verdicts import PASSED
 from tests.factories.checkpoints import write_near
+from tests.factories.native import probed, why_not
 
+FOUND = probed()
+WHY_NOT = why_not(FOUND)
 DRAFTERS = ("ngram", "same", "near", "random", "ngram auto", "near auto")
 TOKENS = 16
 # Repetitive on purpose, so that the n-gram drafter has something to find; all of different length.
 PROMPTS = [[6 + (7 * i + j % (3 + i)) % 250 for j in range(9 + 5 * i)] for i in range(8)]
-SETTINGS = {"dtype": "float32", "threads": 1, "max_model_len": 256, "page_size": 4}
+SETTINGS = {"threads": 1, "max_model_len": 256}
+TIERS = {
+    "reference": {"dtype": "float32", "page_size": 4, "matmul_kernel": "reference"},
+    "onednn": {"dtype": "float32", "page_size": 4, "matmul_kernel": "onednn"},
+    "native": {"dtype": "float32"},
+    "native in bfloat16": {"dtype": "bfloat16"},
+}
 
 CASES = {
     "bare": SamplingParams(),
@@ -40,9 +53,22 @@ def target(tiny: Callable[..., Path]) -> Path:
     return tiny("llama")
 
 
+@pytest.fixture(scope="module", params=TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    backend = request.param.partition(" ")[0]
+    if backend == "native" and WHY_NOT is not None:
+        pytest.skip(WHY_NOT)
+    if backend == "onednn" and FOUND.caps.verdict("onednn") != PASSED:
+        pytest.skip(f"onednn: {FOUND.caps.verdict('onednn')}")
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def plain(target: Path) -> Iterator[LLM]:
-    with LLM(str(target), speculative="none", **SETTINGS) as llm:
+def plain(target: Path, tier: str) -> Iterator[LLM]:
+    with LLM(str(target), speculative="none", **SETTINGS, **TIERS[tier]) as llm:
+        kernels = {knob: entry["value"] for knob, entry in llm.explain()["runners"]["target"]["decisions"].items()}
+        assert kernels["matmul_kernel"] == tier.partition(" ")[0]
+        assert kernels["numerics"] == ("exact" if tier.startswith("native") else "fast")
         yield llm
 
 
@@ -66,7 +92,9 @@ def params_of(case: str, temperature: float) -> list[SamplingParams]:
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
-def drafted(request: pytest.FixtureRequest, target: Path, tiny: Callable[..., Path], tmp_path_factory) -> Iterator[LLM]:
+def drafted(
+    request: pytest.FixtureRequest, target: Path, tier: str, tiny: Callable[..., Path], tmp_path_factory
+) -> Iterator[LLM]:
     drafts = {
         "ngram": lambda: None,
         "same": lambda: target,
@@ -83,7 +111,9 @@ def drafted(request: pytest.FixtureRequest, target: Path, tiny: Callable[..., Pa
         if draft:
             costs["draft"] = CostTable(rows=(1, 32), seconds=(0.05, 0.1))
         patch.setattr("proa.engine.assembly.start_costs", lambda *_: costs)
-        llm = LLM(str(target), draft=draft and str(draft), speculative=algorithm, num_draft_tokens=length, **SETTINGS)
+        cut = {"prefill_chunk": 7} if tier.startswith("native") else {}
+        settings = {"speculative": algorithm, "num_draft_tokens": length, **SETTINGS, **TIERS[tier], **cut}
+        llm = LLM(str(target), draft=draft and str(draft), **settings)
     with llm:
         yield llm
 
@@ -158,18 +188,20 @@ def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> 
                 )
 
 
-@pytest.mark.parametrize(("drafter", "memory"), [("ngram", "110KiB"), ("same", "250KiB"), ("near", "250KiB")])
+@pytest.mark.parametrize(("drafter", "memory"), [("ngram", 110), ("same", 250), ("near", 250)])
 def test_preemption_changes_no_answer_whoever_proposes(
-    plain: LLM, target: Path, tmp_path: Path, drafter: str, memory: str
+    plain: LLM, target: Path, tier: str, tmp_path: Path, drafter: str, memory: int
 ) -> None:
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True, logprobs=0) for i in range(8)]
     wanted = plain.generate(PROMPTS, params)
     draft = None if drafter == "ngram" else target
     if drafter == "near":
         draft = write_near("llama", tmp_path, noise=0.08)
-    asked = {"speculative": "standalone" if draft else "ngram", "num_draft_tokens": 3, "kv_memory": memory}
-    with LLM(target, draft=draft, max_num_seqs=8, **{**SETTINGS, "max_model_len": 100}, **asked) as llm:
+    settings = {**SETTINGS, **TIERS[tier], "max_model_len": 100, "num_draft_tokens": 3}
+    # KiB of float32 rows, in whichever type the tier keeps them.
+    settings["kv_memory"] = f"{memory // (2 if settings['dtype'] == 'bfloat16' else 1)}KiB"
+    with LLM(target, draft=draft, speculative="standalone" if draft else "ngram", max_num_seqs=8, **settings) as llm:
         # The answers do not fit together, so somebody has to step back.
-        rows = llm.explain()["engine"]["memory.target_pages"]["value"] * SETTINGS["page_size"]
+        rows = llm.explain()["engine"]["memory.target_pages"]["value"] * settings.get("page_size", 16)
         assert rows < sum(map(len, PROMPTS)) + 8 * 40
         assert_same(llm.generate(PROMPTS, params), wanted)

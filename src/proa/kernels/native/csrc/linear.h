@@ -40,28 +40,21 @@ static inline Quantised quantised_row(void* scratch, int64_t rows, int64_t in, i
     return {values + m * in, scales + m * (in / BLOCK), sums + m * (in / BLOCK) * 2};
 }
 
+// One panel at a time: each thread reads the weights in one long stream, which the processor's prefetchers follow.
 template <class F, class Finish>
 static inline void quant_product(const Linear& w, int64_t rows, void* scratch, Range share, Finish finish) {
-    constexpr int NB = 2;
     const int64_t blocks = w.in / BLOCK, stride = blocks * F::SIZE;
-    for (int64_t p = share.begin; p < share.end; p += NB) {
-        const auto* at = (const uint8_t*)w.packed + p * stride;
-        for (int64_t m = 0; m < rows; m += ROWS) {
-            with_rows(int(rows - m < ROWS ? rows - m : ROWS), [&](auto count) {
+    for (int64_t p = share.begin; p < share.end; p++) {
+        const uint8_t* panel = (const uint8_t*)w.packed + p * stride;
+        for (int64_t m = 0, pass; m < rows; m += pass) {
+            pass = rows_at_once(rows, m);
+            with_rows<FEW>(int(pass), [&](auto count) {
                 constexpr int R = decltype(count)::value;
                 Quantised q[R];
                 for (int i = 0; i < R; i++) q[i] = quantised_row(scratch, rows, w.in, m + i);
-                if (p + NB <= share.end) {
-                    f32x16 acc[R][NB] = {};
-                    const uint8_t* const panel[NB] = {at, at + stride};
-                    quant_tile<F, R, NB>(q, panel, blocks, acc);
-                    for (int i = 0; i < R; i++) for (int b = 0; b < NB; b++) finish(m + i, (p + b) * 16, acc[i][b]);
-                } else {
-                    f32x16 acc[R][1] = {};
-                    const uint8_t* const panel[1] = {at};
-                    quant_tile<F, R, 1>(q, panel, blocks, acc);
-                    for (int i = 0; i < R; i++) finish(m + i, p * 16, acc[i][0]);
-                }
+                f32x16 acc[R] = {};
+                quant_tile<F, R>(q, panel, blocks, acc);
+                for (int i = 0; i < R; i++) finish(m + i, p * 16, acc[i]);
             });
         }
     }

@@ -35,6 +35,7 @@ template <> struct Unit<float> {
 };
 
 constexpr int ROWS = 6, PANELS = 4;  // the widest register tile: 24 accumulators, 4 weights, 1 value
+constexpr int FEW = 8;                  // rows of a step that verifies a proposal, or of a small batch
 constexpr int PREFETCH = 1024;          // bytes ahead in each panel
 
 // acc[m][b] += x[m, 0:K] . panel[b]; panels need not be neighbours.
@@ -55,17 +56,16 @@ static inline void tile(const T* x, int64_t ldx, const T* const (&panel)[NB], in
     }
 }
 
-// f(std::integral_constant<int, m>) for 1 <= m <= ROWS: turns a row count into a compile-time one.
-template <class F> static inline void with_rows(int m, F f) {
-    switch (m) {
-        case 1: return f(std::integral_constant<int, 1>{});
-        case 2: return f(std::integral_constant<int, 2>{});
-        case 3: return f(std::integral_constant<int, 3>{});
-        case 4: return f(std::integral_constant<int, 4>{});
-        case 5: return f(std::integral_constant<int, 5>{});
-        default: return f(std::integral_constant<int, 6>{});
+// f(std::integral_constant<int, m>) for 1 <= m <= MAX: turns a row count into a compile-time one.
+template <int MAX, class F> static inline void with_rows(int m, F f) {
+    if constexpr (MAX > 1) {
+        if (m < MAX) return with_rows<MAX - 1>(m, f);
     }
+    f(std::integral_constant<int, MAX>{});
 }
+
+// Rows of the pass that starts at row m. Up to FEW rows go in one pass, so that weights are read from memory once.
+static inline int64_t rows_at_once(int64_t rows, int64_t m) { return rows <= FEW ? rows : rows - m < ROWS ? rows - m : ROWS; }
 
 // `tile` from zero, for wide products: compiled once per shape, whatever the caller does with the sums.
 template <class T, int M, int NB>
@@ -76,25 +76,28 @@ __attribute__((noinline)) static void product_tile(const T* x, int64_t ldx, cons
     for (int m = 0; m < M; m++) for (int b = 0; b < NB; b++) out[m][b] = acc[m][b];
 }
 
+// Rows [m, m + R) times panels [p, p + NB) of packed W.
+template <class T, int R, int NB, class Finish>
+static inline void product_part(int64_t m, const T* x, int64_t ldx, const T* packed, int64_t K, int64_t p, Finish finish) {
+    f32x16 acc[R][NB];
+    const T* panel[NB];
+    for (int b = 0; b < NB; b++) panel[b] = packed + (p + b) * K * 16;
+    product_tile<T, R, NB>(x + m * ldx, ldx, panel, K, acc);
+    for (int i = 0; i < R; i++) for (int b = 0; b < NB; b++) finish(m + i, (p + b) * 16, acc[i][b]);
+}
+
 // Rows [0, M) times panels [p0, p1) of packed W; `finish(row, column, f32x16)` gets every 16 outputs once.
 template <class T, class Finish>
 static inline void product(int64_t M, const T* x, int64_t ldx, const T* packed, int64_t K, int64_t p0, int64_t p1, Finish finish) {
-    for (int64_t p = p0; p < p1; p += PANELS) {
-        for (int64_t m = 0; m < M; m += ROWS) {
-            with_rows(int(M - m < ROWS ? M - m : ROWS), [&](auto rows) {
+    for (int64_t p = p0, panels; p < p1; p += panels) {
+        panels = p1 - p < PANELS ? 1 : PANELS;
+        for (int64_t m = 0, pass; m < M; m += pass) {
+            pass = rows_at_once(M, m);
+            with_rows<FEW>(int(pass), [&](auto rows) {
                 constexpr int R = decltype(rows)::value;
-                const T* w = packed + p * K * 16;
-                if (p + PANELS <= p1) {
-                    f32x16 acc[R][PANELS];
-                    const T* const panel[PANELS] = {w, w + K * 16, w + K * 32, w + K * 48};
-                    product_tile<T, R, PANELS>(x + m * ldx, ldx, panel, K, acc);
-                    for (int i = 0; i < R; i++) for (int b = 0; b < PANELS; b++) finish(m + i, (p + b) * 16, acc[i][b]);
-                } else for (int b = 0; p + b < p1; b++) {
-                    f32x16 acc[R][1];
-                    const T* const panel[1] = {w + b * K * 16};
-                    product_tile<T, R, 1>(x + m * ldx, ldx, panel, K, acc);
-                    for (int i = 0; i < R; i++) finish(m + i, (p + b) * 16, acc[i][0]);
-                }
+                constexpr int NB = R > ROWS ? PANELS / 2 : PANELS;  // as many accumulators as there are registers for
+                if (panels == 1) return product_part<T, R, 1>(m, x, ldx, packed, K, p, finish);
+                for (int64_t at = p; at < p + PANELS; at += NB) product_part<T, R, NB>(m, x, ldx, packed, K, at, finish);
             });
         }
     }

@@ -141,7 +141,7 @@ template <class T> static void attention(const Op& op, const Batch& batch) {
         for (int64_t t = tiles * cache.kv_heads - 1; t >= 0; t--, task++) {  // longest first
             if (task % team != omp_get_thread_num()) continue;
             const int64_t kv = t % cache.kv_heads, first = t / cache.kv_heads * width;
-            with_rows(int(queries - first < width ? queries - first : width), [&](auto n) {
+            with_rows<ROWS>(int(queries - first < width ? queries - first : width), [&](auto n) {
                 constexpr int M = decltype(n)::value;
                 alignas(64) T q[M * MAX_HEAD];
                 int64_t at[M];

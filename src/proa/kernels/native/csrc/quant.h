@@ -76,39 +76,36 @@ using FormQ4_1 = BlockForm<4, 1, uint16_t, true, 0>;
 using FormQ4_K = BlockForm<4, 1, float, true, 0>;
 using FormQ6_K = BlockForm<8, 2, float, false, 32>;
 
-// Rows m of the quantised activations times NB panels: acc[m][b] over all blocks in ascending k. Not inlined: the callers
+// Rows m of the quantised activations times one panel: acc[m] over all blocks in ascending k. Not inlined: the callers
 // differ in what they do with the sums, and each form is compiled once.
-template <class F, int M, int NB>
-__attribute__((noinline)) static void quant_tile(const Quantised* q, const uint8_t* const (&panel)[NB], int64_t blocks,
-                                                 f32x16 (&acc)[M][NB]) {
+template <class F, int M>
+__attribute__((noinline)) static void quant_tile(const Quantised* q, const uint8_t* panel, int64_t blocks, f32x16 (&acc)[M]) {
     constexpr int STEPS = F::BITS / F::GROUPS;  // loads of one group
     for (int64_t k = 0; k < blocks; k++) {
-        for (int b = 0; b < NB; b++) {
-            const uint8_t* at = panel[b] + k * F::SIZE;
-            for (int line = 0; line < F::SIZE; line += 64) __builtin_prefetch(at + 2048 + line, 0, 3);
-            const auto* factors = (const typename F::Factor*)(at + F::BYTES);
-            for (int g = 0; g < F::GROUPS; g++) {
-                i32x16 dot[M] = {};
-                for (int s = g * STEPS; s < (g + 1) * STEPS; s++) {
-                    u8x64 w = load<u8x64>(at + 64 * s);
-                    if constexpr (F::BITS == 8) {
-                        for (int m = 0; m < M; m++) dot[m] = dot4(dot[m], w, load<int32_t>(q[m].values + k * BLOCK + 4 * s));
-                    } else {
-                        u8x64 low = w & 15, high = (u8x64)((u16x32)w >> 4) & 15;
-                        for (int m = 0; m < M; m++) {
-                            dot[m] = dot4(dot[m], low, load<int32_t>(q[m].values + k * BLOCK + 4 * s));
-                            dot[m] = dot4(dot[m], high, load<int32_t>(q[m].values + k * BLOCK + 16 + 4 * s));
-                        }
+        const uint8_t* at = panel + k * F::SIZE;
+        for (int line = 0; line < F::SIZE; line += 64) __builtin_prefetch(at + 2048 + line, 0, 3);
+        const auto* factors = (const typename F::Factor*)(at + F::BYTES);
+        for (int g = 0; g < F::GROUPS; g++) {
+            i32x16 dot[M] = {};
+            for (int s = g * STEPS; s < (g + 1) * STEPS; s++) {
+                u8x64 w = load<u8x64>(at + 64 * s);
+                if constexpr (F::BITS == 8) {
+                    for (int m = 0; m < M; m++) dot[m] = dot4(dot[m], w, load<int32_t>(q[m].values + k * BLOCK + 4 * s));
+                } else {
+                    u8x64 low = w & 15, high = (u8x64)((u16x32)w >> 4) & 15;
+                    for (int m = 0; m < M; m++) {
+                        dot[m] = dot4(dot[m], low, load<int32_t>(q[m].values + k * BLOCK + 4 * s));
+                        dot[m] = dot4(dot[m], high, load<int32_t>(q[m].values + k * BLOCK + 16 + 4 * s));
                     }
                 }
-                const f32x16 scale = factors16(factors + 16 * g);
-                const f32x16 offset = F::HAS_OFFSET ? factors16(factors + 16) : scale * float(-F::ZERO);
-                for (int m = 0; m < M; m++) {
-                    const int32_t* sums = q[m].sums + 2 * k;
-                    const int32_t total = F::GROUPS == 2 ? sums[g] : sums[0] + sums[1];
-                    f32x16 part = __builtin_convertvector(dot[m], f32x16) * scale + offset * float(total);
-                    acc[m][b] += part * q[m].scales[k];
-                }
+            }
+            const f32x16 scale = factors16(factors + 16 * g);
+            const f32x16 offset = F::HAS_OFFSET ? factors16(factors + 16) : scale * float(-F::ZERO);
+            for (int m = 0; m < M; m++) {
+                const int32_t* sums = q[m].sums + 2 * k;
+                const int32_t total = F::GROUPS == 2 ? sums[g] : sums[0] + sums[1];
+                f32x16 part = __builtin_convertvector(dot[m], f32x16) * scale + offset * float(total);
+                acc[m] += part * q[m].scales[k];
             }
         }
     }
