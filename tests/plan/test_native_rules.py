@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGMLQuantizationType
 
 from proa.conditions import Source
 from proa.errors import KernelUnavailable
@@ -16,6 +15,7 @@ from proa.kernels.caps import DeviceCaps
 from proa.plan.decision import Decision
 from proa.units import DType, Numerics
 from tests.factories.checkpoints import tiny_config
+from tests.factories.gguf_files import MATRICES, write_block_gguf
 from tests.factories.headers import LAPTOP, SERVER, planned, write_headers, write_tiny_headers
 
 KNOBS = ("attention.prefill", "attention.decode", "attention.verify", "matmul_kernel")
@@ -79,27 +79,9 @@ def test_a_cache_in_another_arrangement_is_never_shared_between_phases(llama: Pa
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GGUF with linear maps in Q4_0, but mixed formats in layer 0's q, k and v; embedding (and head) in Q8_0."""
-    path = tmp_path_factory.mktemp("blocks") / "m.gguf"
-    writer = GGUFWriter(path, "llama")
-    for name, value in (("block_count", 1), ("context_length", 256), ("embedding_length", 64)):
-        writer.add_uint32(f"llama.{name}", value)
-    for name, value in (("feed_forward_length", 32), ("attention.head_count", 2), ("attention.head_count_kv", 2)):
-        writer.add_uint32(f"llama.{name}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    shapes = {"attn_q": (64, 64), "attn_k": (64, 64), "attn_v": (64, 64), "attn_output": (64, 64)}
-    shapes |= {"ffn_gate": (32, 64), "ffn_up": (32, 64), "ffn_down": (64, 32)}
-    forms = dict.fromkeys(shapes, GGMLQuantizationType.Q4_0) | {"attn_v": GGMLQuantizationType.Q8_0}
-    stored = {f"blk.0.{name}": (shape, forms[name]) for name, shape in shapes.items()}
-    stored["token_embd"] = ((2048, 64), GGMLQuantizationType.Q8_0)
-    for name, (shape, form) in stored.items():
-        writer.add_tensor(f"{name}.weight", quants.quantize(np.ones(shape, np.float32), form), raw_dtype=form)
-    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(64, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    formats = dict.fromkeys(MATRICES, GGMLQuantizationType.Q4_0)
+    formats |= dict.fromkeys(("blk.0.attn_v", "token_embd"), GGMLQuantizationType.Q8_0)
+    return write_block_gguf(tmp_path_factory.mktemp("blocks") / "m.gguf", formats)
 
 
 def test_linear_maps_run_on_stored_blocks_of_one_format(blocks: Path) -> None:

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType
 
 from proa.conditions import Source
 from proa.errors import KernelUnavailable, PlanError
@@ -16,6 +15,7 @@ from proa.kernels.caps import DeviceCaps
 from proa.plan.decision import Decision
 from proa.units import DType, Numerics
 from tests.factories.checkpoints import tiny_config
+from tests.factories.gguf_files import write_block_gguf
 from tests.factories.headers import GPU_HOST, LAPTOP, planned, write_headers, write_tiny_headers
 
 
@@ -262,24 +262,8 @@ def test_a_page_has_16_rows_unless_asked_otherwise(llama: Path) -> None:
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GGUF whose embedding is stored in Q8_0 blocks; the rest is float32."""
-    path = tmp_path_factory.mktemp("blocks") / "m.gguf"
-    writer = GGUFWriter(path, "llama")
-    for name, value in (("block_count", 1), ("context_length", 256), ("embedding_length", 64)):
-        writer.add_uint32(f"llama.{name}", value)
-    for name, value in (("feed_forward_length", 32), ("attention.head_count", 2), ("attention.head_count_kv", 2)):
-        writer.add_uint32(f"llama.{name}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_tensor("token_embd.weight", np.zeros((2048, 68), dtype=np.uint8), raw_dtype=GGMLQuantizationType.Q8_0)
-    shapes = {"attn_q": (64, 64), "attn_k": (64, 64), "attn_v": (64, 64), "attn_output": (64, 64)}
-    shapes |= {"ffn_gate": (32, 64), "ffn_up": (32, 64), "ffn_down": (64, 32), "attn_norm": (64,), "ffn_norm": (64,)}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"blk.0.{name}.weight", np.zeros(shape, dtype=np.float32))
-    writer.add_tensor("output_norm.weight", np.zeros(64, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    formats = {"token_embd": GGMLQuantizationType.Q8_0}
+    return write_block_gguf(tmp_path_factory.mktemp("blocks") / "m.gguf", formats)
 
 
 def test_a_gguf_without_an_output_matrix_ties_its_head(blocks: Path) -> None:
