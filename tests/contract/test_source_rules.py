@@ -95,6 +95,22 @@ def test_the_role_is_read_only_where_it_may_matter() -> None:
     assert asking == []
 
 
+def intent_reads(tree: ast.Module) -> Iterator[str]:
+    """Reads of what was asked: `decision.requested`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "requested":
+            yield f"{ast.unparse(node)} (line {node.lineno})"
+
+
+AFTER_THE_PLAN = ("layers", "loading", "cache", "sampling", "runner", "speculative", "engine", "kernels", "llm.py")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
+def test_nothing_after_the_plan_acts_on_what_was_asked(path: Path) -> None:
+    if path.relative_to(ROOT / "src" / "proa").parts[0] in AFTER_THE_PLAN:
+        assert list(intent_reads(ast.parse(path.read_text()))) == []
+
+
 @pytest.mark.parametrize(
     ("code", "found"),
     [
@@ -103,6 +119,7 @@ def test_the_role_is_read_only_where_it_may_matter() -> None:
         ("SEEN = collections.defaultdict(list)", top_level_containers),
         ("object.__setattr__(plan, 'dtype', 1)", forbidden_calls),
         ("eval(text)", forbidden_calls),
+        ("if contract.num_draft_tokens.requested.is_auto: pass", intent_reads),
         ("raise WeightError('weights/made-up', 'x')", raised_slugs),
     ],
 )

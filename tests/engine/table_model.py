@@ -196,6 +196,7 @@ def contract(num_draft_tokens: int) -> DraftContract:
     return DraftContract(
         algorithm=Algorithm.STANDALONE,
         num_draft_tokens=decided(num_draft_tokens),
+        measures_length=False,
         verification=decided(Verification.COUPLED),
         draft_vocab=VOCAB,
         checks=PairCheck(verdicts=(), notes=()),

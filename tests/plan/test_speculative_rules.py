@@ -73,6 +73,7 @@ def test_the_length_of_a_proposal_has_a_default_with_a_reason(
     contract = planned(llama, draft=llama if has_draft else None, speculative=ask).plans.contract
     assert contract is not None
     assert (contract.num_draft_tokens.value, contract.num_draft_tokens.source) == (length, Source.DEFAULT)
+    assert contract.measures_length
     assert contract.num_draft_tokens.reason.startswith("at most; the length of each step follows from measured costs")
 
 
@@ -81,6 +82,7 @@ def test_an_asked_length_is_taken_0_included(llama: Path, length: int) -> None:
     contract = planned(llama, speculative="ngram", num_draft_tokens=length).plans.contract
     assert contract is not None
     assert (contract.num_draft_tokens.value, contract.num_draft_tokens.source) == (length, Source.ASKED)
+    assert not contract.measures_length
 
 
 def test_an_asked_length_with_nothing_that_proposes_is_an_error(llama: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from proa.cache.pages import PagePool
 from proa.cache.tables import BlockTables
-from proa.choice import AUTO, Choice, Origin, OriginSource
+from proa.choice import AUTO
 from proa.conditions import Source
 from proa.errors import PlanError
 from proa.kernels.cost import CostTable
@@ -31,16 +31,17 @@ class Draft:
 TABLE = CostTable(rows=(1,), seconds=(1.0,))
 
 
-def contract(algorithm: Algorithm, length: int = 5, requested: Choice[Any] = AUTO) -> DraftContract:
+def contract(algorithm: Algorithm, length: int = 5, *, measured: bool = True) -> DraftContract:
     def decided(knob: str, value: Any) -> Decision:
         return Decision(
-            knob=knob, value=value, requested=requested, source=Source.DEFAULT, rule="test", reason="", inputs={},
+            knob=knob, value=value, requested=AUTO, source=Source.DEFAULT, rule="test", reason="", inputs={},
             rejected=(), notes=(),
         )  # fmt: skip
 
     return DraftContract(
         algorithm=algorithm,
         num_draft_tokens=decided("num_draft_tokens", length),
+        measures_length=measured,
         verification=decided("verification", Verification.COUPLED),
         draft_vocab=10,
         checks=PairCheck(verdicts=(), notes=()),
@@ -67,10 +68,6 @@ def test_an_algorithm_that_cannot_be_served_is_refused_by_name(algorithm: Algori
         build_drafter(contract(algorithm), draft=None, vocab=10, prefill_chunk=8)
 
 
-def ask(value: int) -> Choice[int]:
-    return Choice(value=value, origin=Origin(source=OriginSource.FLAG, where="--num-draft-tokens"))
-
-
 def build(of: DraftContract | None, costs: dict[str, CostTable]):
     return build_lengths(of, costs, note=lambda text: None)
 
@@ -81,9 +78,9 @@ def test_lengths_are_measured_where_they_were_left_open_and_fixed_where_they_wer
     for lengths in (free, paired):
         assert isinstance(lengths, MeasuredLengths) and lengths.metrics()["longest"] == 5
     assert paired.metrics()["costs"]["draft"] == TABLE.digest
-    fixed = build(contract(Algorithm.NGRAM, 3, ask(3)), {})
+    fixed = build(contract(Algorithm.NGRAM, 3, measured=False), {})
     assert isinstance(fixed, FixedLengths) and fixed.metrics()["longest"] == 3
-    for nothing in (None, contract(Algorithm.NGRAM, 0, ask(0))):
+    for nothing in (None, contract(Algorithm.NGRAM, 0, measured=False)):
         assert isinstance(build(nothing, {}), FixedLengths)
 
 
@@ -99,4 +96,4 @@ def test_a_single_token_of_agreement_is_used_only_where_lengths_are_measured() -
         asked = DraftRequest(request_id=0, tokens=(1, 2, 1), sampling=state(SamplingParams()), limit=2)
         return len(drafter.propose(DraftContext(requests=(asked,))).tokens[0])
 
-    assert (proposed(contract(Algorithm.NGRAM)), proposed(contract(Algorithm.NGRAM, 5, ask(5)))) == (2, 0)
+    assert (proposed(contract(Algorithm.NGRAM)), proposed(contract(Algorithm.NGRAM, 5, measured=False))) == (2, 0)

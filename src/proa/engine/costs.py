@@ -10,7 +10,6 @@ from proa.plan.costs import cost_paths, known_costs
 from proa.plan.planned import Resolved
 from proa.runner.runner import Runner
 from proa.speculative.costs import measure
-from proa.speculative.registry import is_measured
 
 
 def start_costs(
@@ -19,7 +18,7 @@ def start_costs(
     """By role. Measured where draft lengths wait for them; else what is known."""
     plans = resolved.plans
     tables = known_costs(plans, cache_dir, note)
-    if not is_measured(plans.contract):
+    if plans.contract is None or not plans.contract.measures_length:
         return tables
     paths = cost_paths(plans, cache_dir)
     for planned in resolved.runners:

@@ -60,6 +60,7 @@ def _pair_json(contract: DraftContract) -> dict[str, Any]:
     return {
         "algorithm": contract.algorithm.value,
         "num_draft_tokens": contract.num_draft_tokens.value,
+        "measures_length": contract.measures_length,
         "verification": contract.verification.value.value,
         "taps": [],
         "borrows": [],

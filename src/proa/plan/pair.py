@@ -128,6 +128,7 @@ def standalone_contract(
     return DraftContract(
         algorithm=Algorithm.STANDALONE,
         num_draft_tokens=length,
+        measures_length=_measures(length),
         verification=verification,
         draft_vocab=min(facts["draft.tokens"].count, facts["target.vocab"]),
         checks=checks,
@@ -135,11 +136,17 @@ def standalone_contract(
     )
 
 
+def _measures(length: Decision[int]) -> bool:
+    """A length that nobody asked for is left to what forwards turn out to cost."""
+    return length.requested.is_auto and length.value > 0
+
+
 def ngram_contract(length: Decision[int], verification: Decision[Verification]) -> DraftContract:
     """N-gram proposals come from the request's own tokens: there is no second runner to agree with."""
     return DraftContract(
         algorithm=Algorithm.NGRAM,
         num_draft_tokens=length,
+        measures_length=_measures(length),
         verification=verification,
         draft_vocab=None,
         checks=PairCheck(verdicts=(), notes=()),

@@ -79,13 +79,15 @@ class PairCheck:
 class DraftContract:
     """The only object that both runners share, and everything one may know of the other.
 
-    `num_draft_tokens` is the longest proposal per step. `draft_vocab` is how many logits of the draft are meaningful
+    `num_draft_tokens` is the longest proposal per step; `measures_length`: each step's length, 0 included, follows from
+    measured costs and acceptance, else it is that number. `draft_vocab` is how many logits of the draft are meaningful
     to the target (both vocabularies agree id by id up to there); None for a drafter without a runner. `max_positions`
     is how many positions the draft was trained for: nothing is proposed beyond them; None where there is no such limit.
     """
 
     algorithm: Algorithm
     num_draft_tokens: Decision[int]
+    measures_length: bool
     verification: Decision[Verification]
     draft_vocab: int | None
     checks: PairCheck

@@ -37,7 +37,7 @@ def build_drafter(
         return None
     max_tokens = contract.num_draft_tokens.value
     if contract.algorithm is Algorithm.NGRAM:
-        min_match = 1 if is_measured(contract) else _MIN_MATCH
+        min_match = 1 if contract.measures_length else _MIN_MATCH
         return NgramDrafter(max_tokens=max_tokens, min_match=min_match, max_match=_MAX_MATCH)
     if contract.algorithm is Algorithm.STANDALONE and draft is not None:
         return StandaloneDrafter(
@@ -53,16 +53,11 @@ def build_drafter(
     raise PlanError("speculative/no-drafter", message, role="draft")
 
 
-def is_measured(contract: DraftContract | None) -> bool:
-    """The lengths were left open, so they follow from what forwards cost here."""
-    return contract is not None and contract.num_draft_tokens.requested.is_auto and contract.num_draft_tokens.value > 0
-
-
 def build_lengths(
     contract: DraftContract | None, costs: Mapping[str, CostTable], note: Callable[[str], None]
 ) -> DraftLengths:
     """The policy that the contract asks for. `costs` by role; needed where lengths are measured."""
-    if contract is None or not is_measured(contract):
+    if contract is None or not contract.measures_length:
         return FixedLengths(0 if contract is None else contract.num_draft_tokens.value)
     return MeasuredLengths(
         longest=contract.num_draft_tokens.value,
