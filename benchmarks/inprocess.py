@@ -18,7 +18,7 @@ from proa.engine.session import Limits, Session
 from proa.env import read_environment
 from proa.sampling.params import SamplingParams
 from proa.sampling.sampler import logprobs
-from proa.speculative.protocol import DraftContext, Drafter, Proposal, Verdict
+from proa.speculative.protocol import DraftContext, Drafter, HiddenRows, Proposal, Verdict
 from proa.speculative.verify import Verifier
 from proa.units import Verification
 
@@ -48,6 +48,8 @@ class Clocked:
 class KnownAnswer:
     """A drafter for one request whose answer is known: every proposal is accepted, and drafting costs nothing."""
 
+    needs_hidden = False
+
     def __init__(self, answer: Sequence[int], prompt_tokens: int, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self._answer = tuple(answer)
@@ -57,6 +59,9 @@ class KnownAnswer:
         (request,) = context.requests
         done = len(request.tokens) - self._prompt_tokens
         return Proposal(tokens=(self._answer[done : done + min(request.limit, self.max_tokens)],))
+
+    def observe(self, hidden: Sequence[HiddenRows]) -> None:
+        pass
 
     def prefill(self, context: DraftContext) -> None:
         pass

@@ -35,6 +35,11 @@ LAYER_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Hub name within a layer -> GGUF name within a block. Every model here ties its head to its embedding."""
+EXPERT_NAMES: Mapping[str, str] = MappingProxyType(
+    {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+)
+"""The same for experts: one hub tensor each, one GGUF tensor for all of a layer."""
+ROUTER, ROUTER_GGUF = "mlp.gate", "ffn_gate_inp"
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # As Qwen3-0.6B, but for the vocabulary, which is SmolLM2's.
@@ -49,6 +54,26 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "num_key_value_heads": 8,
                 "head_dim": 128,
                 "rope_theta": 1000000.0,
+            }
+        ),
+        # 0.94 billion parameters, of which a token reads a fifth beside the embedding.
+        "qwen3-moe-1b": MappingProxyType(
+            {
+                "model_type": "qwen3_moe",
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "hidden_size": 1024,
+                "intermediate_size": 2048,
+                "num_hidden_layers": 16,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "rope_theta": 1000000.0,
+                "num_experts": 32,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 512,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
             }
         ),
         # SmolLM2's depth with next to no work in a layer: what a step costs besides its arithmetic (overhead.py).
@@ -68,6 +93,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 QUANTISED = ("Q8_0", "Q4_0")
+ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"})
+"""`model_type` -> what GGUF calls it."""
 
 
 def main() -> int:
@@ -85,7 +112,7 @@ def main() -> int:
 
 
 def read_manifest(models: Path, model: str) -> int:
-    """Bytes of all weights of `model` (NAME-DTYPE): what one decode step must read."""
+    """Bytes of the weights of `model` (NAME-DTYPE) that one decode step of one request must read."""
     name, _, dtype = model.rpartition("-")
     return json.loads((models / name / "manifest.json").read_text(encoding="utf-8"))[dtype]
 
@@ -109,10 +136,16 @@ def make(name: str, folder: Path, recipe: Path) -> None:
         config = {**SHAPES[name], **common_config(recipe)}
         weights = random_weights(config)
     write_hub(hub, config, weights, recipe)
-    sizes = {"bf16": sum(tensor.numel() * 2 for tensor in weights.values())}
-    for kind in () if name == "narrow" else ("BF16", "F16", *QUANTISED):
+    sizes = {"bf16": sum(round(tensor.numel() * 2 * read_part(hub, config)) for hub, tensor in weights.items())}
+    kinds = {"narrow": (), "qwen3-moe-1b": ("BF16",)}.get(name, ("BF16", "F16", *QUANTISED))
+    for kind in kinds:
         sizes[kind.lower()] = write_gguf(folder / f"{kind}.gguf", kind, config, weights, recipe)
     (folder / "manifest.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
+
+
+def read_part(hub: str, config: Mapping[str, Any]) -> float:
+    """How much of a tensor one decode step reads, on average: an expert is chosen by few tokens."""
+    return config["num_experts_per_tok"] / config["num_experts"] if ".experts." in hub else 1.0
 
 
 def common_config(recipe: Path) -> dict[str, Any]:
@@ -175,7 +208,10 @@ def random_weights(config: Mapping[str, Any]) -> dict[str, Any]:
 
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    experts = config.get("num_experts", 0)
+    inner = config.get("moe_intermediate_size", inner)
     shapes = {
+        "gate": (experts, hidden),
         "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
         "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
         "embed_tokens": (config["vocab_size"], hidden), "q_norm": (dim,), "k_norm": (dim,),
@@ -190,16 +226,25 @@ def random_weights(config: Mapping[str, Any]) -> dict[str, Any]:
             else torch.randn(shape, generator=source).mul_(0.02).bfloat16()
         )
 
-    return {hub: weight(hub) for hub, _ in names(config) if config["model_type"] == "qwen3" or "_norm." not in hub}
+    wanted = [hub for hub, _ in names(config) if config["model_type"] != "llama" or "_norm." not in hub]
+    return {each: weight(each) for hub in wanted for each in hub_names(hub, config)}
+
+
+def hub_names(hub: str, config: Mapping[str, Any]) -> list[str]:
+    """The hub tensors that `hub` stands for: `#` is every expert."""
+    return [hub.replace("#", str(expert)) for expert in range(config["num_experts"])] if "#" in hub else [hub]
 
 
 def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(hub name, GGUF name) of every tensor that a model of these families can have."""
-    layers = range(config["num_hidden_layers"])
+    """(hub name, GGUF name) of every tensor that these families can have. `#` in a hub name: every expert."""
+    layers, of_layer = range(config["num_hidden_layers"]), dict(LAYER_NAMES)
+    if "num_experts" in config:
+        of_layer = {hub: name for hub, name in of_layer.items() if not hub.startswith("mlp.")}
+        of_layer |= {ROUTER: ROUTER_GGUF} | {f"mlp.experts.#.{hub}": name for hub, name in EXPERT_NAMES.items()}
     inner = [
         (f"model.layers.{layer}.{hub}.weight", f"blk.{layer}.{name}.weight")
         for layer in layers
-        for hub, name in LAYER_NAMES.items()
+        for hub, name in of_layer.items()
     ]
     return [*GLOBAL_NAMES.items(), *inner]
 
@@ -236,14 +281,15 @@ def write_hub(hub: Path, config: Mapping[str, Any], weights: Mapping[str, Any], 
 
 
 def write_gguf(path: Path, kind: str, config: Mapping[str, Any], weights: Mapping[str, Any], recipe: Path) -> int:
-    """One GGUF file with the recipe's tokenizer. Returns the bytes of its tensors.
+    """One GGUF file with the recipe's tokenizer. Returns the bytes that one decode step reads of it.
 
     The embedding, which is the head as well, is Q8_0 in a Q4_0 file: what llama.cpp's own quantiser stores for a tied
     head whose width is no multiple of 256.
     """
     import gguf
+    import torch
 
-    writer = gguf.GGUFWriter(path, config["model_type"])
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
     add_keys(writer, kind, config)
     for field in gguf.GGUFReader(recipe).fields.values():
         if field.name.startswith("tokenizer."):
@@ -256,15 +302,19 @@ def write_gguf(path: Path, kind: str, config: Mapping[str, Any], weights: Mappin
             add(field.name, field.contents())
     nbytes = 0
     for hub, name in names(config):
-        if (tensor := weights.get(hub)) is None:
+        parts = [weights[each] for each in hub_names(hub, config) if each in weights]
+        if not parts:
             continue
+        tensor = torch.stack(parts) if "#" in hub else parts[0]
         if is_rotated(hub) and config["model_type"] == "llama":
             tensor = permuted(tensor, head_count(hub, config))
-        wanted = "F32" if tensor.dim() == 1 else "Q8_0" if hub == TIED and kind in QUANTISED else kind
+        wanted = (
+            "F32" if tensor.dim() == 1 or ROUTER_GGUF in name else "Q8_0" if hub == TIED and kind in QUANTISED else kind
+        )
         stored = gguf.GGMLQuantizationType[wanted]
         data = gguf.quants.quantize(tensor.float().numpy(), stored)
         writer.add_tensor(name, data, raw_dtype=stored)
-        nbytes += data.nbytes
+        nbytes += round(data.nbytes * read_part(hub, config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -287,6 +337,10 @@ def add_keys(writer: Any, kind: str, config: Mapping[str, Any]) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
 
 

@@ -19,10 +19,14 @@ class OriginSource(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a value came from: the source and the name there (`--draft.dtype`, `PROA_DTYPE`, `run.toml: dtype`)."""
+    """Where a value came from: the source and the name there (`--draft.dtype`, `PROA_DTYPE`, `run.toml: dtype`).
+
+    `is_base`: that name sets several phases at once (`--attention`), and none of them by its own.
+    """
 
     source: OriginSource
     where: str = ""
+    is_base: bool = False
 
     def __str__(self) -> str:
         return f"{self.source.value} {self.where}".strip()

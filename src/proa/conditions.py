@@ -6,7 +6,7 @@ can run them, `explain --why` can print them and a test can prove that each of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -33,6 +33,30 @@ class Source(Enum):
 class Blocked:
     reason: str
     source: Source
+
+
+class Facts(Mapping[str, Any]):
+    """Facts by name, in layers of which the first that has a name answers. No other layer is looked at, nor any fact
+    that nobody asks for, so a layer may make its facts as they are read."""
+
+    def __init__(self, *layers: Mapping[str, Any]) -> None:
+        self._layers = layers
+
+    def __getitem__(self, name: str) -> Any:
+        for layer in self._layers:
+            if name in layer:
+                return layer[name]
+        raise KeyError(name)
+
+    def __or__(self, more: Mapping[str, Any]) -> Facts:
+        """These facts, with others before them."""
+        return Facts(more, *self._layers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for layer in self._layers for name in layer))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class FactView:

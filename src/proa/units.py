@@ -47,6 +47,16 @@ class Numerics(Enum):
     FAST = "fast"
 
 
+class Rollback(Enum):
+    """How the recurrent state of a rejected proposal is undone.
+
+    REPLAY: the accepted rows are applied again to the state before the proposal. STATES: one state is kept per row.
+    """
+
+    REPLAY = "replay"
+    STATES = "states"
+
+
 class Verification(Enum):
     COUPLED = "coupled"
     REJECTION = "rejection"

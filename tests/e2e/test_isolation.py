@@ -13,7 +13,7 @@ import torch
 
 from proa import LLM, SamplingParams, WeightError
 from proa.config.load import load_config
-from proa.engine.assembly import build_runner
+from proa.loading.build import build
 from proa.loading.progress import Silent
 from proa.plan.planned import Planned, Resolved
 from proa.plan.prepare import prepare
@@ -44,7 +44,8 @@ def resolved(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def built(planned: Planned) -> Runner:
-    return build_runner(planned, PAGES, Silent(), FOUND.library)
+    one = build(planned, Silent(), FOUND.library, target=None)
+    return Runner(planned.plan, planned.spec, one.model, one.ledger, PAGES, gives_hidden=False)
 
 
 def facts(runner: Runner) -> Facts:

@@ -19,7 +19,7 @@ from proa.loading.build import build
 from proa.loading.progress import Silent
 from tests.factories.headers import planned
 
-built = build(planned(Path(sys.argv[1]), dtype=sys.argv[2]).target, Silent(), None)
+built = build(planned(Path(sys.argv[1]), dtype=sys.argv[2]).target, Silent(), None, None)
 status = Path("/proc/self/status").read_text().splitlines()
 peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 print(built.model.weights_bytes(), peak)

@@ -18,7 +18,7 @@ from proa.cache.tables import BlockTables
 from proa.choice import AUTO
 from proa.conditions import Source
 from proa.engine.delivery import StepOutput
-from proa.engine.engine import Engine
+from proa.engine.engine import Engine, EngineRunner
 from proa.engine.request import Request
 from proa.plan.decision import Decision
 from proa.plan.runner_plan import DraftContract, PairCheck, SchedulePlan
@@ -29,9 +29,12 @@ from proa.sampling.params import SamplingParams
 from proa.sampling.sampler import logprobs, sample
 from proa.sampling.state import SamplingRow, SamplingState
 from proa.speculative.draft_length import DraftLengths
-from proa.speculative.protocol import DraftContext, Drafter, Proposal, Verdict
+from proa.speculative.drafters.nextn import NextNDrafter
+from proa.speculative.drift import AcceptWatch
+from proa.speculative.protocol import DraftContext, Drafter, HiddenRows, Proposal, Verdict
 from proa.speculative.verify import Verifier
 from proa.units import Algorithm, Phase, Verification
+from tests.speculative.next_model import Hidden, NextRunner
 
 VOCAB = 23
 ROWS = torch.randn(997, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
@@ -50,15 +53,24 @@ class Broken(Exception):
 
 
 class TableRunner:
-    """Honours RowSpan and checks what the engine promises about pages. `fails_at`: numbers of forwards that raise."""
+    """Honours RowSpan and checks what the engine promises about pages. `fails_at`: numbers of forwards that raise.
+    `hidden`: where its hidden rows are numbered; None: it gives none."""
 
     def __init__(
-        self, *, num_pages: int, page_size: int, weights: int = 0, fails_at: Sequence[int] = (), max_rows: int = 10**9
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        weights: int = 0,
+        fails_at: Sequence[int] = (),
+        max_rows: int = 10**9,
+        hidden: Hidden | None = None,
     ) -> None:
         self.tables = BlockTables(PagePool(num_pages), page_size)
         self.weights = weights
         self.fails_at = fails_at
         self.max_rows = max_rows
+        self.hidden = hidden
         self.num_forwards = 0
         self.forwards: list[list[RowSpan]] = []
         self._slots = [-1] * (num_pages * page_size)
@@ -75,7 +87,13 @@ class TableRunner:
         rows = [
             next_logits(self._read(span, span.start + row + 1), self.weights) for span in spans for row in span.logits
         ]
-        return ForwardOutput(logits=torch.stack(rows) if rows else torch.empty(0, VOCAB))
+        return ForwardOutput(logits=torch.stack(rows) if rows else torch.empty(0, VOCAB), hidden=self._hidden(spans))
+
+    def _hidden(self, spans: Sequence[RowSpan]) -> torch.Tensor | None:
+        if self.hidden is None:
+            return None
+        ends = [(span, position + 1) for span in spans for position in range(span.start, span.end)]
+        return torch.stack([self.hidden.row(self._read(span, end)) for span, end in ends])
 
     def _check(self, spans: Sequence[RowSpan]) -> None:
         pages = [page for span in spans for page in span.pages]
@@ -153,6 +171,8 @@ def expected(asked: Request, weights: int = 0) -> list[int]:
 class GuessingDrafter:
     """Proposes the target's greedy tokens with probability `skill`, else any token. Has no cache."""
 
+    needs_hidden = False
+
     def __init__(self, *, max_tokens: int, skill: float = 0.7, seed: int = 0, overshoot: int = 0) -> None:
         self.max_tokens = max_tokens
         self.shown: set[int] = set()
@@ -160,6 +180,9 @@ class GuessingDrafter:
         self.overshoot = overshoot
         self._skill = skill
         self._random = random.Random(seed)
+
+    def observe(self, hidden: Sequence[HiddenRows]) -> None:
+        raise AssertionError("hidden rows that nobody asked for")
 
     def prefill(self, context: DraftContext) -> None:
         self.shown |= {request.request_id for request in context.requests}
@@ -182,13 +205,41 @@ class GuessingDrafter:
         return tuple(guessed[len(tokens) :])
 
 
+class NextLayer:
+    """A next-token layer beside a target that numbers its hidden rows in `hidden`: runner and drafter. `weights` 0: it
+    foresees the target."""
+
+    def __init__(
+        self, num_pages: int, page_size: int, max_tokens: int, *, weights: int = 0, fails_at: Sequence[int] = ()
+    ) -> None:
+        self.hidden = Hidden()
+        self.runner = NextRunner(
+            self.hidden,
+            lambda tokens, own: next_logits(tokens, weights),
+            num_pages=num_pages,
+            page_size=page_size,
+            fails_at=fails_at,
+        )
+        self.drafter = NextNDrafter(
+            runner=self.runner,
+            max_tokens=max_tokens,
+            vocab=VOCAB,
+            prefill_chunk=7,
+            verification=Verification.COUPLED,
+            max_positions=None,
+        )
+
+
 def decided(value: object) -> Decision:
     return Decision(knob="test", value=value, requested=AUTO, source=Source.DEFAULT, rule="test", reason="test")
 
 
 def schedule(*, max_num_seqs: int = 8, max_model_len: int = 64, prefill_chunk: int = 16) -> SchedulePlan:
     return SchedulePlan(
-        max_num_seqs=decided(max_num_seqs), max_model_len=decided(max_model_len), prefill_chunk=decided(prefill_chunk)
+        max_num_seqs=decided(max_num_seqs),
+        max_model_len=decided(max_model_len),
+        prefill_chunk=decided(prefill_chunk),
+        prefill_alignment=decided(1),
     )
 
 
@@ -207,9 +258,10 @@ def make_engine(
     runner: TableRunner,
     *,
     drafter: Drafter | None = None,
-    draft: TableRunner | None = None,
+    draft: EngineRunner | None = None,
     verification: Verification = Verification.COUPLED,
     lengths: DraftLengths | None = None,
+    watch: AcceptWatch | None = None,
     **limits: int,
 ) -> Engine:
     plan = schedule(**limits)
@@ -223,6 +275,7 @@ def make_engine(
         contract=contract(drafter.max_tokens) if drafter else None,
         logprobs=logprobs,
         lengths=lengths,
+        watch=watch,
     )
 
 
@@ -250,7 +303,7 @@ def tokens_of(outputs: Mapping[int, Sequence[StepOutput]]) -> dict[int, list[int
     }
 
 
-def check_empty(*runners: TableRunner) -> None:
+def check_empty(*runners: EngineRunner) -> None:
     """No page is lost and none is still held."""
     for runner in runners:
         runner.tables.pool.check()

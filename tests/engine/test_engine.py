@@ -19,6 +19,7 @@ from tests.engine.table_model import (
     Broken,
     GuessingDrafter,
     ListSink,
+    NextLayer,
     TableRunner,
     check_empty,
     expected,
@@ -201,10 +202,10 @@ def test_a_drafter_that_fails_at_a_prompt_is_shown_it_again():
         failures = 0
 
         def prefill(self, context):
-            super().prefill(context)
             if not self.failures:
                 self.failures += 1
                 raise Broken("prefill")
+            super().prefill(context)
 
     runner = TableRunner(num_pages=60, page_size=3)
     drafter = FailsOnce(max_tokens=3)
@@ -429,7 +430,7 @@ def test_an_id_in_use_is_refused():
     extra_pages=st.integers(0, 12),
     prefill_chunk=st.sampled_from([1, 7, 512]),
     max_num_seqs=st.integers(1, 8),
-    drafting=st.sampled_from(["none", "guesses", "runner"]),
+    drafting=st.sampled_from(["none", "guesses", "runner", "next layer"]),
     num_draft_tokens=st.integers(1, 5),
     aborts=st.integers(0, 2),
 )
@@ -442,17 +443,20 @@ def test_whatever_the_pool_the_limits_the_drafts_and_the_aborts(
     # The smallest pool in which each request fits alone, and a little more.
     rows = max(len(asked.prompt) + asked.sampling.params.max_tokens - 1 for asked in requests)
     num_pages = -(-rows // page_size) + extra_pages
-    runner = TableRunner(num_pages=num_pages, page_size=page_size)
-    draft = TableRunner(num_pages=num_pages, page_size=page_size, weights=rng.randint(0, 1))
+    layer = NextLayer(num_pages, page_size, num_draft_tokens, weights=rng.randint(0, 1))
+    runner = TableRunner(num_pages=num_pages, page_size=page_size, hidden=layer.hidden)
+    table = TableRunner(num_pages=num_pages, page_size=page_size, weights=rng.randint(0, 1))
+    draft = layer.runner if drafting == "next layer" else table
     drafters = {
         "none": lambda: None,
         "guesses": lambda: GuessingDrafter(max_tokens=num_draft_tokens, seed=seed),
-        "runner": lambda: standalone(draft, num_draft_tokens),
+        "runner": lambda: standalone(table, num_draft_tokens),
+        "next layer": lambda: layer.drafter,
     }
     engine = make_engine(
         runner,
         drafter=drafters[drafting](),
-        draft=draft if drafting == "runner" else None,
+        draft=draft if drafting in {"runner", "next layer"} else None,
         prefill_chunk=prefill_chunk,
         max_num_seqs=max_num_seqs,
     )
@@ -480,3 +484,4 @@ def test_whatever_the_pool_the_limits_the_drafts_and_the_aborts(
         assert asked.output == answer[: len(asked.output)]
         assert len(asked.output) == len(answer) or asked.request_id in aborted
     check_empty(runner, draft)
+    assert not layer.drafter._observed

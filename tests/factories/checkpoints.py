@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tests.factories.moe_checkpoints import is_moe_layer, moe_configs, moe_shapes, nextn_shapes, with_copies
 from tests.factories.tokenizer import BOS, EOS, PAD, write_tokenizer
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
@@ -91,6 +92,7 @@ def tiny_config(family: str, *, dtype: torch.dtype = torch.float32, **overrides:
             "architectures": ["MistralForCausalLM"], "num_hidden_layers": 3, "head_dim": 32, "rope_theta": 1e6,
             "rms_norm_eps": 1e-5, "sliding_window": None,
         },
+        **moe_configs(),
     }  # fmt: skip
     shared: dict[str, Any] = {
         "model_type": family, "vocab_size": 512, "hidden_size": 64, "hidden_act": "silu", "intermediate_size": 128,
@@ -104,28 +106,39 @@ def tiny_config(family: str, *, dtype: torch.dtype = torch.float32, **overrides:
 
 def tensor_shapes(config: Mapping[str, Any]) -> Shapes:
     """Hub name and shape of every stored tensor of a checkpoint with this config."""
-    hidden, width = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim", hidden // heads)
+    hidden, drafts = config["hidden_size"], config.get("num_nextn_predict_layers", 0)
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"] + drafts):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
-        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            yield f"{prefix}.self_attn.{name}_proj.weight", (rows * head_dim, hidden)
-            if config["model_type"] == "qwen2" or config.get("attention_bias"):
-                yield f"{prefix}.self_attn.{name}_proj.bias", (rows * head_dim,)
-        if config["model_type"] == "qwen3":
-            yield f"{prefix}.self_attn.q_norm.weight", (head_dim,)
-            yield f"{prefix}.self_attn.k_norm.weight", (head_dim,)
-        yield f"{prefix}.self_attn.o_proj.weight", (hidden, heads * head_dim)
-        if config.get("attention_bias"):
-            yield f"{prefix}.self_attn.o_proj.bias", (hidden,)
+        yield from _attention_shapes(f"{prefix}.self_attn", config)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        yield from _mlp_shapes(prefix, hidden, width, bool(config.get("mlp_bias")))
+        if is_moe_layer(config, layer):
+            yield from moe_shapes(prefix, config)
+        else:
+            yield from _mlp_shapes(prefix, hidden, config["intermediate_size"], bool(config.get("mlp_bias")))
+    if drafts:
+        yield from nextn_shapes(config)
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _attention_shapes(prefix: str, config: Mapping[str, Any]) -> Shapes:
+    family, hidden = config["model_type"], config["hidden_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim", hidden // heads)
+    for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        yield f"{prefix}.{name}_proj.weight", (rows * head_dim, hidden)
+        if family in ("qwen2", "qwen2_moe") or config.get("attention_bias"):
+            yield f"{prefix}.{name}_proj.bias", (rows * head_dim,)
+    if family in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
+        whole = family == "minimax_m2"
+        yield f"{prefix}.q_norm.weight", (heads * head_dim if whole else head_dim,)
+        yield f"{prefix}.k_norm.weight", (kv_heads * head_dim if whole else head_dim,)
+    yield f"{prefix}.o_proj.weight", (hidden, heads * head_dim)
+    if config.get("attention_bias") and family != "glm4_moe":
+        yield f"{prefix}.o_proj.bias", (hidden,)
 
 
 def _mlp_shapes(prefix: str, hidden: int, width: int, bias: bool) -> Shapes:
@@ -147,4 +160,5 @@ def random_tensors(config: Mapping[str, Any], seed: int, dtype: torch.dtype) -> 
             return noise
         return noise * ((3.0 if "lm_head" in name else 1.0) / math.sqrt(shape[1]))
 
-    return {name: value(name, shape).to(dtype) for name, shape in tensor_shapes(config)}
+    tensors = {name: value(name, shape).to(dtype) for name, shape in tensor_shapes(config)}
+    return with_copies(config, tensors)

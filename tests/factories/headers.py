@@ -7,19 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from proa.checkpoint.open import open_checkpoint
 from proa.config.intent import EngineConfig
 from proa.config.load import load_config
 from proa.kernels.caps import DeviceCaps
+from proa.kernels.cost import RollbackCosts
 from proa.kernels.nvml import Gpu
+from proa.kernels.plugins import KernelPlugin
 from proa.plan.planned import Resolved
 from proa.plan.resolve import resolve
 from tests.factories.checkpoints import tensor_shapes, tiny_config
 from tests.factories.tokenizer import write_tokenizer
 
-SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "F8_E4M3": 1, "I32": 4, "I64": 8}
 LAPTOP = DeviceCaps(
     device="cpu",
     isa=("avx2", "fma"),
@@ -49,13 +52,16 @@ def write_headers(
     dtypes: Mapping[str, str] | None = None,
     drop: Sequence[str] = (),
     add: Mapping[str, Sequence[int]] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     has_tokenizer: bool = True,
 ) -> Path:
     """config.json and the header of model.safetensors, cut where the data would begin.
 
-    `dtypes` retypes single tensors, `drop` leaves some out, `add` gives more (name -> shape).
+    `shapes` are the tensors, those of tests.factories.checkpoints if not given; `dtypes` retypes single ones, `drop`
+    leaves some out, `add` gives more (name -> shape).
     """
-    shapes = {name: shape for name, shape in tensor_shapes(config) if name not in drop} | dict(add or {})
+    given = dict(tensor_shapes(config)) if shapes is None else shapes
+    shapes = {name: shape for name, shape in given.items() if name not in drop} | dict(add or {})
     header: dict[str, Any] = {}
     at = 0
     for name, shape in shapes.items():
@@ -82,7 +88,16 @@ def asked(model: Path | str, **settings: Any) -> EngineConfig:
     return load_config(str(model), flags=flags, file=None, environ={}, api=settings)
 
 
-def planned(model: Path, *, draft: Path | None = None, caps: DeviceCaps = LAPTOP, **settings: Any) -> Resolved:
+def planned(
+    model: Path,
+    *,
+    draft: Path | None = None,
+    caps: DeviceCaps = LAPTOP,
+    plugins: Sequence[KernelPlugin] = (),
+    rollbacks: Mapping[str, RollbackCosts] = MappingProxyType({}),
+    **settings: Any,
+) -> Resolved:
     """Plans for a host that is not this one."""
     given = settings if draft is None else {"draft": str(draft), **settings}
-    return resolve(asked(model, **given), open_checkpoint(model), draft and open_checkpoint(draft), caps)
+    checkpoints = open_checkpoint(model), draft and open_checkpoint(draft)
+    return resolve(asked(model, **given), *checkpoints, caps, plugins, rollbacks)

@@ -8,7 +8,7 @@ from typing import Any
 
 from proa.env import read_environment
 from proa.kernels.caps import read_caps
-from proa.kernels.catalog import has_native_vectors
+from proa.kernels.kernel_info import has_native_vectors
 from proa.kernels.probe import Probed, probe
 from proa.kernels.verdicts import PASSED
 from proa.loading.build import build
@@ -16,6 +16,7 @@ from proa.loading.progress import Silent
 from proa.plan.planned import Planned
 from proa.runner.runner import Runner
 from tests.factories.headers import planned
+from tests.factories.runners import room_of
 
 
 def probed() -> Probed:
@@ -37,7 +38,9 @@ def native_plan(path: Path, found: Probed, **asks: Any) -> Planned:
     return planned(path, caps=replace(found.caps, device="cpu"), **asks).target
 
 
-def native_runner(path: Path, found: Probed, *, num_pages: int = 64, **asks: Any) -> Runner:
+def native_runner(path: Path, found: Probed, *, num_pages: int = 64, gives_hidden: bool = False, **asks: Any) -> Runner:
     plan = native_plan(path, found, **asks)
-    built = build(plan, Silent(), found.library)
-    return Runner(plan.plan, plan.spec, built.model, built.ledger, num_pages)
+    built = build(plan, Silent(), found.library, None)
+    return Runner(
+        plan.plan, plan.spec, built.model, built.ledger, num_pages, gives_hidden=gives_hidden, room=room_of(plan)
+    )

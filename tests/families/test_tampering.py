@@ -77,11 +77,11 @@ SIZES = {
 def load(path: Path, role: Role) -> None:
     """Plan and load the checkpoint in one role. A draft stands beside an untampered copy as target."""
     if role is Role.TARGET:
-        build(planned(path).target, Silent(), None)
+        build(planned(path).target, Silent(), None, None)
     else:
         draft = planned(path.parent / "intact", draft=path).draft
         assert draft is not None
-        build(draft, Silent(), None)
+        build(draft, Silent(), None, None)
 
 
 @pytest.mark.parametrize("role", Role, ids=lambda role: role.value)

@@ -14,11 +14,11 @@ import torch
 
 from proa.kernels.native.abi import load_library
 from proa.kernels.native.ops import NativeAttention, NativeDense
-from proa.kernels.native.sink import Direct
+from proa.kernels.native.sink import Direct, Recorder
 from proa.kernels.probe import self_test
 from proa.kernels.reference.misc import ReferenceDense
 from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
-from proa.kernels.verdicts import PASSED
+from proa.kernels.verdicts import PARTS, PASSED
 from proa.runner.batch import RowSpan, make_batch
 from proa.units import Phase
 from tests.factories.native import probed, why_not
@@ -49,9 +49,10 @@ def assert_near(ours: torch.Tensor, expected: torch.Tensor, bound: float) -> Non
     assert (ours.double() - expected).abs().max() <= bound * expected.abs().max()
 
 
-def test_this_hosts_kernels_pass_their_self_test() -> None:
+@pytest.mark.parametrize("part", PARTS.values())
+def test_this_hosts_kernels_pass_their_self_test(part: str) -> None:
     assert FOUND.library is not None
-    assert self_test(FOUND.library) == PASSED
+    assert self_test(FOUND.library, part) == PASSED
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,10 +108,19 @@ class Cached:
     HEADS = Heads(query=6, key_value=2, size=48)
     SCALE = 0.2
 
-    def __init__(self, lengths: Sequence[int], page_size: int, dtype: torch.dtype, rope_size: int = 48) -> None:
-        self.dtype, self.page_size = dtype, page_size
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        page_size: int,
+        dtype: torch.dtype,
+        rope_size: int = 48,
+        *,
+        is_whole: bool = False,
+        is_interleaved: bool = False,
+    ) -> None:
+        self.dtype, self.page_size, self.is_interleaved = dtype, page_size, is_interleaved
         self.projected = [values(n, 10 * 48, seed=i).to(dtype) for i, n in enumerate(lengths)]
-        self.norm = HeadNorm(weight=1 + values(8, 48) / 8, eps=1e-6)
+        self.norm = HeadNorm(weight=1 + values(8, 48) / 8, eps=1e-6, is_whole=is_whole)
         self.frequencies = torch.logspace(0, -3, rope_size // 2).repeat(2)
         counts = [-(-n // page_size) for n in lengths]
         order = np.random.default_rng(0).permutation(sum(counts) + 2)
@@ -124,7 +134,7 @@ class Cached:
         angles = positions[:, None, None].float() * self.frequencies
         signs = torch.ones(len(self.frequencies))
         signs[: len(signs) // 2] = -1
-        return RopeRows(cos=angles.cos(), sin=angles.sin() * signs)
+        return RopeRows(cos=angles.cos(), sin=angles.sin() * signs, is_interleaved=self.is_interleaved)
 
     def forward(self, parts: Sequence[tuple[int, int, int]], phase: Phase, window: int | None) -> torch.Tensor:
         """Rows [start, stop) of each (request, start, stop), in one batch."""
@@ -146,13 +156,20 @@ class Cached:
     def expected(self, request: int, window: int | None) -> torch.Tensor:
         """One row and head at a time, in float64, from norm and rotation as complex multiplication."""
         rows = self.projected[request].double().view(-1, 10, 48)
-        mixed = rows[:, :8] / (rows[:, :8].square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.norm.weight.double()
+        squares = rows[:, :8].square().mean(-1, keepdim=True)
+        if self.norm.is_whole:
+            for heads in (slice(0, 6), slice(6, 8)):
+                squares[:, heads] = squares[:, heads].mean(1, keepdim=True)
+        mixed = rows[:, :8] / (squares + 1e-6).sqrt() * self.norm.weight.double()
         half = len(self.frequencies) // 2
         turn = torch.polar(
             torch.ones(len(rows), half, dtype=torch.float64),
             torch.arange(len(rows))[:, None] * self.frequencies[:half].double(),
         )[:, None]
-        turned = torch.complex(mixed[..., :half], mixed[..., half : 2 * half]) * turn
+        parts = (mixed[..., :half], mixed[..., half : 2 * half])
+        if self.is_interleaved:
+            parts = (mixed[..., 0 : 2 * half : 2], mixed[..., 1 : 2 * half : 2])
+        turned = torch.complex(*parts) * turn
         mixed = torch.cat((turned.real, turned.imag, mixed[..., 2 * half :]), -1).to(self.dtype).double()
         out = torch.empty(len(rows), 6, 48, dtype=torch.float64)
         for at in range(len(rows)):
@@ -174,6 +191,18 @@ def test_attention_over_pages_is_the_softmax_of_each_row(
     out = case.forward([(r, 0, len(p)) for r, p in enumerate(case.projected)], Phase.PREFILL, window)
     expected = torch.cat([case.expected(r, window) for r in range(4)])
     assert_near(out, expected, CHAIN[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("is_whole", "is_interleaved", "rope_size"), [(True, False, 32), (False, True, 48), (True, True, 8)]
+)
+def test_norms_over_all_heads_and_neighbours_as_pairs_are_the_formula_too(
+    dtype: torch.dtype, is_whole: bool, is_interleaved: bool, rope_size: int
+) -> None:
+    case = Cached([5, 40], 16, dtype, rope_size, is_whole=is_whole, is_interleaved=is_interleaved)
+    out = case.forward([(0, 0, 5), (1, 0, 40)], Phase.PREFILL, None)
+    assert_near(out, torch.cat([case.expected(r, None) for r in range(2)]), CHAIN[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -214,3 +243,13 @@ def test_stock_products_do_not_have_that_property() -> None:
     dense, x, weight = ReferenceDense(), values(64, 1024), values(1024, 1024, seed=1)
     packed = dense.pack(weight, None)
     assert not torch.equal(torch.cat([dense.matmul(row, packed) for row in x.split(1)]), dense.matmul(x, packed))
+
+
+def test_a_recordings_memory_is_used_again_only_when_the_last_part_of_it_is_dropped() -> None:
+    with torch.inference_mode():  # as a runner records: views do not hold their base there
+        recorder = Recorder(4)
+        part = recorder.empty((4, 8), torch.float32)[:, 4:]
+        place = part.data_ptr() - 4 * part.itemsize
+        assert recorder.empty((4, 8), torch.float32).data_ptr() != place
+        del part
+        assert place in {recorder.empty((4, 8), torch.float32).data_ptr() for _ in range(2)}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from proa.arch.blocks import QueryScale
 from proa.kernels.reference.attention import ReferenceAttention
-from proa.kernels.reference.misc import ReferenceDense, rms_norm, rotate
+from proa.kernels.reference.misc import ReferenceDense, rms_norm, rotate, scale_queries
 from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
 
 OPS = ReferenceDense()
@@ -66,6 +70,27 @@ def test_rotation_is_a_complex_product_of_the_two_halves(size: int) -> None:
     np.testing.assert_allclose(out, expected, atol=5e-5)
 
 
+def test_neighbours_that_are_pairs_turn_alike_and_come_to_lie_in_halves() -> None:
+    x, positions = random(4, 3, 12), torch.tensor([0.0, 1.0, 7.0, 100.0])
+    frequencies = torch.tensor([1.0, 0.3, 0.1, 0.01])
+    out = rotate(x, replace(rope_rows(positions, frequencies), is_interleaved=True)).double().numpy()
+    rows = x.double().numpy()
+    turned = (rows[..., 0:8:2] + 1j * rows[..., 1:8:2]) * np.exp(
+        1j * positions.double().numpy()[:, None, None] * frequencies.double().numpy()
+    )
+    np.testing.assert_allclose(out, np.concatenate((turned.real, turned.imag, rows[..., 8:]), axis=-1), atol=5e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_grow_with_their_position(dtype: torch.dtype) -> None:
+    x, positions = random(5, 2, 4).to(dtype), [0, 7, 8, 17, 4000]
+    out = scale_queries(x, torch.tensor(positions), QueryScale(beta=0.1, original=8))
+    factors = [1 + 0.1 * math.log(1 + position // 8) for position in positions]
+    expected = x.double().numpy() * np.array(factors)[:, None, None]
+    assert out.dtype is dtype
+    np.testing.assert_allclose(out.double().numpy(), expected, rtol=1e-6 if dtype is torch.float32 else 1e-2)
+
+
 def test_the_gated_mlp_is_the_formula() -> None:
     x, up_gate, down = random(5, 12), random(20, 12, seed=1), random(12, 10, seed=2)
     out = OPS.ffn(x, OPS.pack(up_gate, None), OPS.pack(down, None))
@@ -104,3 +129,19 @@ def test_attention_input_norms_rotates_and_writes_the_cache(has_norm: bool) -> N
     torch.testing.assert_close(kv.values[slots], rows[:, 6:], atol=2e-5, rtol=1e-5)
     untouched = torch.ones(12, dtype=torch.bool).index_fill_(0, slots, False)
     assert not kv.keys[untouched].any() and not kv.values[untouched].any()
+
+
+def test_a_whole_norm_takes_all_heads_of_a_kind_as_one_vector() -> None:
+    """MiniMax M2: queries are normed over H * d elements, keys over K * d, by weights of that width."""
+    heads, tokens = Heads(query=4, key_value=2, size=8), 3
+    projected, scale = random(tokens, 64), random(6, 8, seed=3)
+    rope = rope_rows(torch.zeros(3), torch.tensor([1.0, 0.5, 0.2, 0.1]))  # position 0: nothing turns
+    kv = LayerKV(keys=torch.zeros(4, 2, 8), values=torch.zeros(4, 2, 8), page_size=4)
+    norm = HeadNorm(weight=scale, eps=1e-6, is_whole=True)
+    queries = ReferenceAttention().write(projected, heads, norm, rope, kv, torch.tensor([1, 0, 2]))
+    query, key = (
+        norm64(projected[:, :32], scale[:4].flatten(), 1e-6),
+        norm64(projected[:, 32:48], scale[4:].flatten(), 1e-6),
+    )
+    np.testing.assert_allclose(queries.flatten(1).numpy(), query, atol=1e-5)
+    np.testing.assert_allclose(kv.keys[[1, 0, 2]].flatten(1).numpy(), key, atol=1e-5)

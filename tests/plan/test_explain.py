@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from proa.arch.registry import FAMILIES
 from proa.errors import ConfigError
 from proa.kernels.cost import CostTable
 from proa.plan.explain import cost_lines, explain_diff, explain_json, explain_table, explain_why, why_json
-from proa.plan.families import families_json, families_table, runner_knobs
 from tests.factories.headers import planned, write_tiny_headers
 
 KNOBS = {
@@ -136,14 +134,6 @@ def test_diff_shows_only_what_differs(llama: Path) -> None:
     assert [line.split()[0] for line in lines[1:]] == ["page_size"]
     assert "same value" in explain_diff(planned(llama, draft=llama).plans)
     assert "no draft runner" in explain_diff(planned(llama).plans)
-
-
-def test_every_family_is_listed_with_its_drafts_and_the_decisions_that_it_answers(llama: Path) -> None:
-    listed = families_json(FAMILIES)
-    assert [entry["family"] for entry in listed] == ["llama", "qwen2", "qwen3", "mistral"]
-    assert all(entry["drafts"] == ["standalone", "ngram"] for entry in listed)
-    assert set(runner_knobs()) == set(planned(llama).plans.target.decisions())
-    assert "llama  (LlamaForCausalLM)" in families_table(FAMILIES)
 
 
 def test_measured_costs_stand_beside_the_plan_and_change_nothing_in_it(llama: Path) -> None:

@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 
 from proa.choice import AUTO, Choice, Origin, OriginSource
 from proa.conditions import Source
+from proa.config.intent import CacheIntent
 from proa.errors import CacheExhausted, PlanError
+from proa.plan.decision import Decision
 from proa.plan.rules.memory import RunnerSize, memory
+from proa.plan.rules.states import StateSize
 from proa.units import Role
 from tests.factories.checkpoints import tensor_shapes, tiny_config
 from tests.factories.headers import GPU_HOST, LAPTOP, planned, write_tiny_headers
 
 GIB = 2**30
+STATELESS = StateSize(slot_bytes=0, slots=0, row_bytes=0, rows=0)
+
+
+def requests(count: int) -> Decision[int]:
+    return Decision(knob="max_num_seqs", value=count, requested=AUTO, source=Source.DEFAULT, rule="test", reason="test")
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +154,20 @@ def test_any_budget_is_kept_and_used_and_both_runners_hold_the_same_tokens(
     budget: int, pages: tuple[int, int], row: tuple[int, int], seqs: int, slack: int
 ) -> None:
     sizes = [
-        RunnerSize(role=role, weights_bytes=0, page_bytes=row[i] * pages[i], page_size=pages[i], slack=slack * i)
+        RunnerSize(
+            role=role,
+            weights_bytes=0,
+            page_bytes=row[i] * pages[i],
+            page_size=pages[i],
+            slack=slack * i,
+            states=STATELESS,
+        )
         for i, role in enumerate((Role.TARGET, Role.DRAFT))
     ]
-    ask = Choice(value=budget, origin=Origin(source=OriginSource.API))
+    ask = CacheIntent(memory_bytes=Choice(value=budget, origin=Origin(source=OriginSource.API)))
     facts = {"caps.memory_bytes": 2**40, "caps.memory_available": 2**40}
     try:
-        plan = memory(ask, sizes, seqs, 10**9, facts)
+        _, plan = memory(ask, sizes, requests(seqs), 10**9, facts)
     except CacheExhausted:
         one_page = seqs * slack + pages[0]
         assert (
@@ -169,8 +184,12 @@ def test_any_budget_is_kept_and_used_and_both_runners_hold_the_same_tokens(
 
 
 def test_auto_memory_is_the_least_of_its_three_bounds() -> None:
-    size = RunnerSize(role=Role.TARGET, weights_bytes=GIB, page_bytes=2**20, page_size=16, slack=0)
+    size = RunnerSize(role=Role.TARGET, weights_bytes=GIB, page_bytes=2**20, page_size=16, slack=0, states=STATELESS)
+
+    def pages(seqs: int, facts: dict[str, int]) -> int:
+        return memory(CacheIntent(), [size], requests(seqs), 16, facts)[1].target_pages.value
+
     free = {"caps.memory_bytes": 64 * GIB, "caps.memory_available": 3 * GIB}
-    assert memory(AUTO, [size], 1, 16, free).target_pages.value == 1
-    assert memory(AUTO, [size], 10**6, 16, free).target_pages.value == (2 * GIB - GIB // 2) // 2**20
-    assert memory(AUTO, [size], 10**6, 16, free | {"caps.memory_available": 60 * GIB}).target_pages.value == 4096
+    assert pages(1, free) == 1
+    assert pages(10**6, free) == (2 * GIB - GIB // 2) // 2**20
+    assert pages(10**6, free | {"caps.memory_available": 60 * GIB}) == 4096

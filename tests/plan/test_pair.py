@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from proa.conditions import Blocks, Condition
 from proa.errors import PlanError
-from proa.plan.pair import STANDALONE, check_pair
+from proa.plan.pair import BUNDLED, STANDALONE, check_pair
 from proa.plan.runner_plan import DraftContract
 from proa.plan.tokens import TokenTable
 from tests.factories.checkpoints import tiny_config
@@ -101,23 +102,54 @@ BREAKS: dict[str, dict[str, Any]] = {
     "pair.padding": {"target.vocab": 4},
     "pair.context": {"draft.max_positions": 9},
 }
+LAYER_FACTS: dict[str, Any] = {
+    "target.vocab": 3,
+    "target.hidden": 8,
+    "target.num_layers": 4,
+    "draft.vocab": 3,
+    "draft.hidden": 8,
+    "draft.layers": [4],
+    "draft.taps": [8],
+    "draft.max_positions": 10,
+    "schedule.max_model_len": 10,
+}
+LAYER_BREAKS: dict[str, dict[str, Any]] = {
+    "pair.vocab": {"draft.vocab": 4},
+    "pair.hidden": {"draft.hidden": 16},
+    "pair.layers": {"draft.layers": [5]},
+    "pair.taps": {"draft.taps": [16]},
+    "pair.context": {"draft.max_positions": 9},
+}
 
 
-@pytest.mark.parametrize("name", [condition.id for condition in STANDALONE])
-def test_every_condition_can_hold_and_can_fail(name: str) -> None:
-    assert {v.condition: v.reason for v in check_pair(FACTS).verdicts}[name] is None
-    broken = FACTS | BREAKS[name]
-    try:
-        reasons = [v.condition for v in check_pair(broken).verdicts if v.reason]
-    except PlanError as error:
-        assert error.slug == "plan/pair"
-    else:
-        assert name in reasons
+@pytest.mark.parametrize(
+    ("conditions", "facts", "breaks"),
+    [(STANDALONE, FACTS, BREAKS), (BUNDLED, LAYER_FACTS, LAYER_BREAKS)],
+    ids=["standalone", "bundled"],
+)
+def test_every_condition_can_hold_and_can_fail(
+    conditions: tuple[Condition, ...], facts: dict[str, Any], breaks: dict[str, dict[str, Any]]
+) -> None:
+    assert {v.condition: v.reason for v in check_pair(conditions, facts).verdicts} == dict.fromkeys(breaks)
+    for condition in conditions:
+        broken = facts | breaks[condition.id]
+        if condition.blocks is Blocks.ALWAYS:
+            with pytest.raises(PlanError) as caught:
+                check_pair(conditions, broken)
+            assert caught.value.slug == "plan/pair"
+        else:
+            assert [note.condition for note in check_pair(conditions, broken).notes] == [condition.id]
+
+
+@pytest.mark.parametrize("layers", [[], [4, 5], [3]])
+def test_a_bundled_draft_is_the_one_layer_behind_its_targets_last(layers: list[int]) -> None:
+    with pytest.raises(PlanError, match="layer 4"):
+        check_pair(BUNDLED, LAYER_FACTS | {"draft.layers": layers})
 
 
 def test_every_reason_of_a_bad_pair_is_listed() -> None:
     with pytest.raises(PlanError) as caught:
-        check_pair(FACTS | BREAKS["pair.ids_agree"] | BREAKS["pair.rows_cover_ids"])
+        check_pair(STANDALONE, FACTS | BREAKS["pair.ids_agree"] | BREAKS["pair.rows_cover_ids"])
     assert "token id 1" in str(caught.value) and "embedding rows" in str(caught.value)
 
 

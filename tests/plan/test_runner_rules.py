@@ -13,6 +13,7 @@ from proa.conditions import Source
 from proa.errors import KernelUnavailable, PlanError
 from proa.kernels.caps import DeviceCaps
 from proa.plan.decision import Decision
+from proa.plan.ranks import refuse_more_ranks
 from proa.units import DType, Numerics
 from tests.factories.checkpoints import tiny_config
 from tests.factories.gguf_files import write_block_gguf
@@ -239,17 +240,26 @@ def test_the_head_follows_the_flag_and_what_is_stored(
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel", "--expert-parallel"])
-def test_more_than_one_rank_is_refused_by_name(llama: Path, flag: str) -> None:
+def test_more_than_one_rank_is_planned_with_a_note_and_refused_by_name_before_it_is_built(
+    llama: Path, flag: str
+) -> None:
     assert decided(llama, "parallel").value == "tp=1 ep=1"
-    assert decided(llama, "parallel", flags={flag: "1"}).source is Source.ASKED
-    with pytest.raises(PlanError, match=flag) as caught:
-        planned(llama, flags={flag: "2"})
-    assert "one rank" in str(caught.value)
+    one = planned(llama, flags={flag: "1"}).plans.target
+    assert (one.parallel.source, one.parallel.notes) == (Source.ASKED, ())
+    refuse_more_ranks(one)
+    plan = planned(llama, flags={flag: "2"}).plans.target
+    assert plan.parallel.value == ("tp=2 ep=1" if "tensor" in flag else "tp=1 ep=2")
+    assert [note.condition for note in plan.parallel.notes] == ["parallel.one_rank"]
+    with pytest.raises(KernelUnavailable, match=flag) as caught:
+        refuse_more_ranks(plan)
+    assert (caught.value.slug, caught.value.exit_code) == ("plan/more-ranks", 4)
 
 
 def test_both_rank_flags_are_looked_at(llama: Path) -> None:
-    with pytest.raises(PlanError, match="one rank"):
-        planned(llama, flags={"--tensor-parallel": "1", "--expert-parallel": "4"})
+    plan = planned(llama, flags={"--tensor-parallel": "1", "--expert-parallel": "4"}).plans.target
+    assert plan.parallel.value == "tp=1 ep=4"
+    with pytest.raises(KernelUnavailable, match="one rank"):
+        refuse_more_ranks(plan)
 
 
 def test_a_page_has_16_rows_unless_asked_otherwise(llama: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from proa.conditions import Source
+from proa.conditions import Condition, Source, evaluate
 from proa.errors import PlanError
+from proa.plan.rules.speculative import NEXTN
 from proa.units import Algorithm, Verification
 from tests.factories.headers import asked, planned, write_tiny_headers
 
@@ -44,7 +46,8 @@ def test_the_algorithm_follows_the_ask_and_the_files(
         ("none", True, "contradiction"),
         ("ngram", True, "contradiction"),
         ("standalone", False, "no draft checkpoint was given"),
-        ("nextn", False, "comes later"),
+        ("nextn", False, "checkpoints of the llama family bundle no nextn draft"),
+        ("nextn", True, "checkpoints of the llama family bundle no nextn draft"),
         ("eagle3", True, "comes later"),
         ("dflash", True, "comes later"),
         ("dspark", False, "comes later"),
@@ -55,6 +58,29 @@ def test_what_cannot_be_is_refused_by_name(llama: Path, ask: str, has_draft: boo
         planned(llama, draft=llama if has_draft else None, flags={"--speculative": ask})
     assert says in str(caught.value) and "--speculative" in str(caught.value)
     assert (caught.value.slug, caught.value.exit_code) == ("plan/refused", 2)
+
+
+BUNDLE: dict[str, Any] = {
+    "bundle.family": "glm4_moe",
+    "bundle.known": ["nextn"],
+    "bundle.announced": ["nextn"],
+    "bundle.stored": ["nextn"],
+    "bundle.dspark_keys": [],
+}
+BUNDLE_BREAKS: dict[str, dict[str, Any]] = {
+    "speculative.nextn.dspark": {"bundle.dspark_keys": ["dspark_block_size"]},
+    "speculative.nextn.family": {"bundle.known": [], "bundle.announced": [], "bundle.stored": []},
+    "speculative.nextn.announced": {"bundle.announced": [], "bundle.stored": []},
+    "speculative.nextn.stored": {"bundle.stored": []},
+}
+
+
+@pytest.mark.parametrize("condition", NEXTN, ids=lambda condition: condition.id)
+def test_every_condition_of_a_bundled_draft_can_hold_and_can_fail(condition: Condition) -> None:
+    assert [v.condition.id for v in evaluate(NEXTN, BUNDLE) if v.blocked] == []
+    assert [v.condition.id for v in evaluate(NEXTN, BUNDLE | BUNDLE_BREAKS[condition.id]) if v.blocked] == [
+        condition.id
+    ]
 
 
 def test_a_draft_path_contradicts_none_even_before_its_checkpoint_is_opened(llama: Path) -> None:

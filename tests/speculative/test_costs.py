@@ -38,9 +38,9 @@ class TimedRunner:
         return ForwardOutput(logits=torch.zeros(len(span.logits), VOCAB))
 
 
-def timed(seconds, num_pages: int = 64, page_size: int = 16, max_positions: int = 10**6):
+def timed(seconds, num_pages: int = 64, page_size: int = 16, max_positions: int = 10**6, hidden=None):
     runner = TimedRunner(num_pages, page_size, seconds)
-    table = measure(runner, vocab=VOCAB, max_positions=max_positions, clock=runner.clock)
+    table = measure(runner, vocab=VOCAB, max_positions=max_positions, hidden=hidden, clock=runner.clock)
     runner.tables.pool.check()
     assert runner.tables.pool.num_free == num_pages
     return runner, table
@@ -87,5 +87,14 @@ def test_pages_are_free_again_when_a_forward_fails() -> None:
 
     runner = TimedRunner(64, 16, fails)
     with pytest.raises(MemoryError):
-        measure(runner, vocab=VOCAB, max_positions=100, clock=runner.clock)
+        measure(runner, vocab=VOCAB, max_positions=100, hidden=None, clock=runner.clock)
     assert runner.tables.pool.num_free == 64
+
+
+def test_a_draft_that_begins_with_hidden_rows_gets_some_all_different_and_another_runner_none() -> None:
+    runner, _ = timed(lambda rows: 1e-3, hidden=(6, torch.bfloat16))
+    assert all(span.hidden.shape == (len(span.tokens), 6) for span in runner.spans)
+    assert {span.hidden.dtype for span in runner.spans} == {torch.bfloat16}
+    longest = max((span.hidden for span in runner.spans), key=len)
+    assert len(longest.unique(dim=0)) == max(ROWS)
+    assert all(span.hidden is None for span in timed(lambda rows: 1e-3)[0].spans)

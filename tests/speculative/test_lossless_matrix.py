@@ -15,11 +15,16 @@ from proa import LLM, RequestOutput, SamplingParams
 from proa.kernels.cost import CostTable
 from proa.kernels.verdicts import PASSED
 from tests.factories.checkpoints import write_near
+from tests.factories.foresight import write_foreseeing
 from tests.factories.native import probed, why_not
 
 FOUND = probed()
 WHY_NOT = why_not(FOUND)
 DRAFTERS = ("ngram", "same", "near", "random", "ngram auto", "near auto")
+# A bundled layer of a target of that family: right often ("nextn"), or as good as never ("random nextn").
+LAYERS = {"glm4_moe": ("nextn 1", "nextn auto", "random nextn"), "deepseek_v3": ("nextn 3",)}
+PAIRS = [("llama", name) for name in DRAFTERS] + [(family, name) for family, names in LAYERS.items() for name in names]
+with_every_drafter = pytest.mark.parametrize(("family", "drafted"), PAIRS, indirect=True, scope="module")
 TOKENS = 16
 # Repetitive on purpose, so that the n-gram drafter has something to find; all of different length.
 PROMPTS = [[6 + (7 * i + j % (3 + i)) % 250 for j in range(9 + 5 * i)] for i in range(8)]
@@ -49,8 +54,13 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def target(tiny: Callable[..., Path]) -> Path:
-    return tiny("llama")
+def family(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", "llama")
+
+
+@pytest.fixture(scope="module")
+def target(family: str, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_foreseeing(family, tmp_path_factory.mktemp(family)) if family in LAYERS else tiny(family)
 
 
 @pytest.fixture(scope="module", params=TIERS)
@@ -91,33 +101,43 @@ def params_of(case: str, temperature: float) -> list[SamplingParams]:
     return [replace(shared, seed=100 + number) for number in range(len(PROMPTS))]
 
 
-@pytest.fixture(scope="module", params=DRAFTERS)
+@pytest.fixture(scope="module")
 def drafted(
-    request: pytest.FixtureRequest, target: Path, tier: str, tiny: Callable[..., Path], tmp_path_factory
+    request: pytest.FixtureRequest, family: str, target: Path, tier: str, tiny: Callable[..., Path], tmp_path_factory
 ) -> Iterator[LLM]:
     drafts = {
-        "ngram": lambda: None,
         "same": lambda: target,
         "near": lambda: write_near("llama", tmp_path_factory.mktemp("near"), noise=0.08),
         "random": lambda: tiny("qwen3", seed=9),
     }
-    name, _, auto = request.param.partition(" ")
-    draft = drafts[name]()
-    algorithm = "standalone" if draft else "ngram"
-    length = "auto" if auto else 4
+    kind, length = drafter_of(request.param)
+    draft = drafts[kind]() if kind in drafts else None
+    model = target
+    if kind == "random nextn":
+        model = write_foreseeing(family, tmp_path_factory.mktemp(family), is_right=False)
+    algorithm = kind.removeprefix("random ") if "nextn" in kind or kind == "ngram" else "standalone"
     with pytest.MonkeyPatch.context() as patch:
         # A given cost table, so that lengths are the same wherever this runs: more rows cost little, as they should.
         costs = {"target": CostTable(rows=(1, 32), seconds=(1.0, 2.0))}
-        if draft:
+        if algorithm != "ngram":
             costs["draft"] = CostTable(rows=(1, 32), seconds=(0.05, 0.1))
         patch.setattr("proa.engine.assembly.start_costs", lambda *_: costs)
         cut = {"prefill_chunk": 7} if tier.startswith("native") else {}
         settings = {"speculative": algorithm, "num_draft_tokens": length, **SETTINGS, **TIERS[tier], **cut}
-        llm = LLM(str(target), draft=draft and str(draft), **settings)
+        llm = LLM(str(model), draft=draft and str(draft), **settings)
     with llm:
         yield llm
 
 
+def drafter_of(name: str) -> tuple[str, int | str]:
+    """What proposes, and how many tokens."""
+    kind, _, length = name.rpartition(" ")
+    if length == "auto":
+        return kind, length
+    return (kind, int(length)) if length.isdigit() else (name, 4)
+
+
+@with_every_drafter
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("case", CASES)
 def test_speculative_output_is_plain_output(
@@ -128,6 +148,7 @@ def test_speculative_output_is_plain_output(
     assert_same(drafted.generate([PROMPTS[5]], params[5]), wanted[5:6])
 
 
+@with_every_drafter
 def test_the_drafters_of_this_matrix_are_right_as_often_as_they_should_be(drafted: LLM, request) -> None:
     """Else the matrix would prove little: acceptance and rejection must both occur in it."""
     before = drafted.stats()["speculative_decoding"]
@@ -135,15 +156,13 @@ def test_the_drafters_of_this_matrix_are_right_as_often_as_they_should_be(drafte
     drafted.generate(PROMPTS, params_of("bare", 0.8))
     after = drafted.stats()["speculative_decoding"]
     accepted, proposed = (after[name] - before[name] for name in ("num_accepted_tokens", "num_draft_tokens"))
-    least, most = {"ngram": (0.1, 1), "same": (1, 1), "near": (0.3, 0.95), "random": (0, 0.2)}[drafter_name(request)]
+    kind, _ = drafter_of(request.node.callspec.params["drafted"])
+    least, most = {"ngram": (0.1, 1), "same": (1, 1), "near": (0.3, 0.95), "nextn": (0.3, 0.95)}.get(kind, (0, 0.2))
     assert proposed > 50
     assert least <= accepted / proposed <= most
 
 
-def drafter_name(request: pytest.FixtureRequest) -> str:
-    return request.node.callspec.params["drafted"].partition(" ")[0]
-
-
+@with_every_drafter
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_stop_strings_end_speculative_output_at_the_same_character(
     plain: LLM, drafted: LLM, temperature: float
@@ -157,6 +176,7 @@ def test_stop_strings_end_speculative_output_at_the_same_character(
         assert_same(drafted.generate(PROMPTS, stopping), expected)
 
 
+@with_every_drafter
 def test_choices_of_one_prompt_are_the_same_with_speculation(plain: LLM, drafted: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=12, logprobs=0)
     expected = plain.generate(PROMPTS[:2], params)
@@ -164,6 +184,7 @@ def test_choices_of_one_prompt_are_the_same_with_speculation(plain: LLM, drafted
     assert_same(drafted.generate(PROMPTS[:2], params), expected)
 
 
+@with_every_drafter
 def test_a_request_that_asks_for_no_speculation_gets_none_and_the_same_answer(plain: LLM, drafted: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=0, speculative=False)
     output = drafted.generate(PROMPTS, params)
@@ -188,19 +209,28 @@ def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> 
                 )
 
 
-@pytest.mark.parametrize(("drafter", "memory"), [("ngram", 110), ("same", 250), ("near", 250)])
+@pytest.mark.parametrize(
+    ("family", "drafter", "memory"),
+    [
+        ("llama", "ngram", 110),
+        ("llama", "same", 250),
+        ("llama", "near", 250),
+        ("glm4_moe", "nextn", 380),
+        ("deepseek_v3", "nextn", 110),
+    ],
+    indirect=["family"],
+)
 def test_preemption_changes_no_answer_whoever_proposes(
     plain: LLM, target: Path, tier: str, tmp_path: Path, drafter: str, memory: int
 ) -> None:
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True, logprobs=0) for i in range(8)]
     wanted = plain.generate(PROMPTS, params)
-    draft = None if drafter == "ngram" else target
-    if drafter == "near":
-        draft = write_near("llama", tmp_path, noise=0.08)
+    draft = {"same": lambda: target, "near": lambda: write_near("llama", tmp_path, noise=0.08)}.get(drafter)
     settings = {**SETTINGS, **TIERS[tier], "max_model_len": 100, "num_draft_tokens": 3}
     # KiB of float32 rows, in whichever type the tier keeps them.
     settings["kv_memory"] = f"{memory // (2 if settings['dtype'] == 'bfloat16' else 1)}KiB"
-    with LLM(target, draft=draft, speculative="standalone" if draft else "ngram", max_num_seqs=8, **settings) as llm:
+    algorithm = "standalone" if draft else drafter
+    with LLM(target, draft=draft and draft(), speculative=algorithm, max_num_seqs=8, **settings) as llm:
         # The answers do not fit together, so somebody has to step back.
         rows = llm.explain()["engine"]["memory.target_pages"]["value"] * settings.get("page_size", 16)
         assert rows < sum(map(len, PROMPTS)) + 8 * 40

@@ -1,34 +1,31 @@
-"""Spec parsers and weight rules that dense families share. Owns no family: what differs is an argument here.
+"""Spec parsers and weight rules that families share. Owns no family: what differs is an argument here.
 
 Config values are read through HFView, so that arch/config_keys.py knows which keys a family honours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from proa.arch.blocks import AttentionSpec, FFNSpec, NormSpec, RopeKind, RopeSpec
-from proa.arch.config_keys import refuse_rope_leftovers
-from proa.arch.decoder import DecoderSpec, LayerSpec
-from proa.arch.weights import Action, WeightLayout, WeightRule
+from proa.arch.blocks import AttentionSpec, FFNSpec, MLASpec, MoESpec, QKNormSpec, RopeKind
+from proa.arch.decoder import DecoderSpec, LayerSpec, MixerSpec
+from proa.arch.delta import DeltaRules, flat_rules
+from proa.arch.delta_blocks import DeltaSpec
+from proa.arch.layout import WeightLayout
+from proa.arch.mla import mla_rules
+from proa.arch.moe import HUB, MoENames, moe_rules
+from proa.arch.parameters import main_ropes
+from proa.arch.rope import LLAMA4_KEYS, query_scale, rope
+from proa.arch.rules import PROJECTIONS, Rows, cut_rule, ffn_rules, grouped, layer_rule
+from proa.arch.values import norm, positive
+from proa.arch.weights import Action, Fill, WeightRule
 from proa.checkpoint.hf_config import HFView
 from proa.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LAYERS = 4096  # a config is untrusted: a spec of 10^9 layers must not be built before the error
-
-
-def positive(c: HFView, key: str, *, at_most: int = 2**31) -> int:
-    """The integer under `key`, which must lie in 1..at_most."""
-    value = c.int(key)
-    if not 1 <= value <= at_most:
-        raise ConfigError("config/value", f"{c.where}: {key} = {value} is out of range (1..{at_most})")
-    return value
-
-
-def norm(c: HFView) -> NormSpec:
-    return NormSpec(eps=_above(c, "rms_norm_eps", 0.0))
+MAX_HEADS = 65536  # nor the rules of 10^9 heads
 
 
 def head_dim(c: HFView) -> int:
@@ -45,51 +42,24 @@ def head_dim(c: HFView) -> int:
     return dim
 
 
-def rope(c: HFView, dim: int) -> RopeSpec:
-    """The rotary embedding, in the old or the new spelling. A kind or a parameter without code here is an error."""
-    given = c.rope()
-    spec = RopeSpec(kind=_rope_kind(given), base=_above(given, "rope_theta", 0.0), dim=dim)
-    match spec.kind:
-        case RopeKind.LINEAR:
-            spec = replace(spec, factor=_above(given, "factor", 0.0))
-        case RopeKind.LLAMA3:
-            low = _above(given, "low_freq_factor", 0.0)
-            spec = replace(
-                spec,
-                factor=_above(given, "factor", 0.0),
-                low_freq_factor=low,
-                high_freq_factor=_above(given, "high_freq_factor", low),
-                original_max_position=positive(given, "original_max_position_embeddings"),
-            )
-        case RopeKind.DEFAULT | RopeKind.FACTORS:
-            pass
-    refuse_rope_leftovers(given)
-    return spec
+def attention(
+    c: HFView,
+    *,
+    qkv_bias: bool,
+    output_bias: bool,
+    qk_norm: QKNormSpec | None,
+    rope_dim: int | None = None,
+    rope_keys: Collection[str] = (),
+    is_scaled: bool = False,
+    is_gated: bool = False,
+) -> AttentionSpec:
+    """Grouped-query attention over the whole context; `windowed` gives layers their windows.
 
-
-def _above(c: HFView, key: str, bound: float) -> float:
-    """The number under `key`, which must be greater than `bound`."""
-    value = c.float(key)
-    if value <= bound:
-        raise ConfigError("config/value", f"{c.where}: {key} = {value:g} must be greater than {bound:g}")
-    return value
-
-
-def _rope_kind(given: HFView) -> RopeKind:
-    name = given.str("rope_type")
-    try:
-        return RopeKind(name)
-    except ValueError:
-        raise ConfigError(
-            "config/unimplemented",
-            f"{given.where}: rope_scaling: rope_type = {name!r} is not implemented",
-            facts=("implemented: default, linear, llama3",),
-        ) from None
-
-
-def attention(c: HFView, *, qkv_bias: bool, output_bias: bool, qk_norm: NormSpec | None) -> AttentionSpec:
-    """Grouped-query attention over the whole context; `decoder` sets each layer's window."""
-    heads, dim = positive(c, "num_attention_heads"), head_dim(c)
+    `rope_dim`: rotated elements of each head, where the family has a key for them (`partial_dim`); None = all.
+    `rope_keys`: keys of the rope object that the family reads itself.
+    `is_scaled`: queries may grow with their position (`query_scale`).
+    """
+    heads, dim = positive(c, "num_attention_heads", at_most=MAX_HEADS), head_dim(c)
     kv_heads = c.int("num_key_value_heads", default=heads)
     if kv_heads < 1 or heads % kv_heads:
         raise ConfigError(
@@ -100,13 +70,24 @@ def attention(c: HFView, *, qkv_bias: bool, output_bias: bool, qk_norm: NormSpec
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
-        rope=rope(c, dim),
+        rope=rope(
+            c,
+            dim if rope_dim is None else rope_dim,
+            is_partial=rope_dim is not None,
+            read_elsewhere=(*rope_keys, *(LLAMA4_KEYS if is_scaled else ())),
+        ),
         scale=dim**-0.5,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
         window=None,
+        query_scale=query_scale(c) if is_scaled else None,
+        is_gated=is_gated,
     )
+
+
+def qk_norm(c: HFView, *, is_whole: bool, offset: float = 0.0) -> QKNormSpec:
+    return QKNormSpec(eps=norm(c).eps, is_whole=is_whole, offset=offset)
 
 
 def ffn(c: HFView, *, bias: bool) -> FFNSpec:
@@ -115,7 +96,7 @@ def ffn(c: HFView, *, bias: bool) -> FFNSpec:
 
 def windows(c: HFView, *, window: int | None, full_layers: int) -> tuple[int | None, ...]:
     """Each layer's window: as `layer_types` says where there is one, else `window` from layer `full_layers` on."""
-    count = positive(c, "num_hidden_layers", at_most=MAX_LAYERS)
+    count = num_layers(c)
     kinds = c.list("layer_types", default=None)
     if kinds is None:
         return tuple(None if index < full_layers else window for index in range(count))
@@ -134,91 +115,153 @@ def qwen_windows(c: HFView) -> tuple[int | None, ...]:
     return windows(c, window=positive(c, "sliding_window"), full_layers=c.int("max_window_layers", default=28))
 
 
+def no_windows(c: HFView) -> tuple[int | None, ...]:
+    """The whole context in every layer. `use_sliding_window` is not read, so that its use is refused by name."""
+    c.int("sliding_window", default=None)
+    return windows(c, window=None, full_layers=0)
+
+
+def windowed(mixer: AttentionSpec, layer_windows: Sequence[int | None]) -> tuple[AttentionSpec, ...]:
+    """The same mixer for every layer, but for its window."""
+    return tuple(replace(mixer, window=window) for window in layer_windows)
+
+
+def num_layers(c: HFView) -> int:
+    return positive(c, "num_hidden_layers", at_most=MAX_LAYERS)
+
+
 def decoder(
-    c: HFView, family: str, *, mixer: AttentionSpec, mlp: FFNSpec, layer_windows: Sequence[int | None]
+    c: HFView,
+    family: str,
+    *,
+    mixers: Sequence[MixerSpec],
+    ffns: Sequence[FFNSpec | MoESpec],
+    norm_offset: float = 0.0,
+    positions: str = "max_position_embeddings",
 ) -> DecoderSpec:
-    """A decoder whose layers differ in their window only."""
-    layers = tuple(
-        LayerSpec(index=index, mixer=replace(mixer, window=window), ffn=mlp, norm=norm(c))
-        for index, window in enumerate(layer_windows)
-    )
+    """A decoder with one mixer and one MLP per layer. `positions`: the key of the trained context length."""
+    pairs, each_norm = zip(mixers, ffns, strict=True), norm(c, offset=norm_offset)
     return DecoderSpec(
         family=family,
         vocab=positive(c, "vocab_size"),
         hidden=positive(c, "hidden_size"),
-        layers=layers,
-        final_norm=norm(c),
+        layers=tuple(
+            LayerSpec(index=index, mixer=mixer, ffn=ffn, norm=each_norm) for index, (mixer, ffn) in enumerate(pairs)
+        ),
+        final_norm=each_norm,
         tied_head=c.flag("tie_word_embeddings", default=False),
-        max_positions=positive(c, "max_position_embeddings"),
+        max_positions=positive(c, positions),
     )
 
 
-def decoder_rules(spec: DecoderSpec, layout: WeightLayout) -> Iterator[WeightRule]:
-    """Weight rules of a dense decoder with the hub's usual tensor names. All layers have the same shapes."""
-    load, first, layers = Action.LOAD, spec.layers[0], range(len(spec.layers))
+def decoder_rules(
+    spec: DecoderSpec, layout: WeightLayout, names: MoENames = HUB, delta: DeltaRules = flat_rules
+) -> Iterator[WeightRule]:
+    """Weight rules of a decoder with the hub's usual tensor names; `names` are those of its MoE blocks, `delta` makes
+    the rules of its layers of linear attention."""
     yield WeightRule(
-        source="model.embed_tokens.weight", action=load, shape=(spec.vocab, spec.hidden), parameter="embed.weight"
-    )
-    for name, parameter in (("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm")):
-        yield _layer_rule(f"{name}.weight", f"{parameter}.weight", (spec.hidden,), layers)
-    yield from _attention_rules(first.mixer, spec.hidden, layers)
-    yield from _ffn_rules(first.ffn, spec.hidden, layers)
-    yield WeightRule(source="model.norm.weight", action=load, shape=(spec.hidden,), parameter="norm.weight")
-    yield _head_rule(spec, layout)
-    yield from _rope_rules(first.mixer.rope, layers)
-
-
-def _layer_rule(
-    source: str, parameter: str, shape: tuple[int, ...], layers: range, rows: tuple[int, int] | None = None
-) -> WeightRule:
-    return WeightRule(
-        source=f"model.layers.#.{source}",
+        source="model.embed_tokens.weight",
         action=Action.LOAD,
-        shape=shape,
-        parameter=f"layers.#.{parameter}",
-        rows=rows,
-        layers=layers,
+        shape=(spec.vocab, spec.hidden),
+        fills=(Fill(parameter="embed.weight"),),
+    )
+    yield from layer_rules(spec, layout, names, delta)
+    yield WeightRule(
+        source="model.norm.weight", action=Action.LOAD, shape=(spec.hidden,), fills=(Fill(parameter="norm.weight"),)
+    )
+    yield _head_rule(spec, layout)
+    yield WeightRule(source="model.rotary_emb.inv_freq", action=Action.LEFT_OUT, reason=STALE_ROPE)
+    for factors in (each for each in main_ropes(spec) if each.kind is RopeKind.FACTORS):
+        yield WeightRule(
+            source="rope_freqs.weight",
+            action=Action.LOAD,
+            shape=(factors.dim // 2,),
+            fills=(Fill(parameter="rope.factors"),),
+        )
+
+
+STALE_ROPE = "the rope frequencies are computed from the config"
+
+
+def layer_rules(
+    spec: DecoderSpec, layout: WeightLayout, names: MoENames, delta: DeltaRules = flat_rules
+) -> Iterator[WeightRule]:
+    """The rules of `model.layers.#.*`, per group of layers with equal blocks: what a target and its draft share."""
+    hidden, layers = spec.hidden, tuple(layer.index for layer in spec.layers)
+    for name, parameter in (("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm")):
+        yield layer_rule(f"{name}.weight", f"{parameter}.weight", (hidden,), layers)
+    for mixer, group in grouped((layer.index, layer.mixer) for layer in spec.layers).items():
+        match mixer:
+            case AttentionSpec():
+                yield from _attention_rules(mixer, hidden, group)
+            case MLASpec():
+                yield from mla_rules(mixer, hidden, group)
+            case DeltaSpec():
+                yield from delta(mixer, hidden, group)
+    yield from _mlp_rules(spec, layout, names)
+    yield WeightRule(
+        source="model.layers.#.self_attn.rotary_emb.inv_freq",
+        action=Action.LEFT_OUT,
+        indices=(layers,),
+        reason=STALE_ROPE,
     )
 
 
-def _attention_rules(mixer: AttentionSpec, hidden: int, layers: range) -> Iterator[WeightRule]:
+def _mlp_rules(spec: DecoderSpec, layout: WeightLayout, names: MoENames) -> Iterator[WeightRule]:
+    dense = ((layer.index, layer.ffn) for layer in spec.layers if isinstance(layer.ffn, FFNSpec))
+    for ffn, group in grouped(dense).items():
+        yield from ffn_rules("mlp", PROJECTIONS, "ffn", ffn, spec.hidden, group)
+    layouts = dict(layout.moe)
+    experts = (
+        (layer.index, (layer.ffn, layouts[layer.index])) for layer in spec.layers if isinstance(layer.ffn, MoESpec)
+    )
+    for (moe, arrangement), group in grouped(experts).items():
+        yield from moe_rules(moe, arrangement, names, spec.hidden, group)
+
+
+def _attention_rules(mixer: AttentionSpec, hidden: int, layers: Collection[int]) -> Iterator[WeightRule]:
     query, key = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    for name, start, rows in (("q_proj", 0, query), ("k_proj", query, key), ("v_proj", query + key, key)):
+    merged = [("k_proj", query, key), ("v_proj", query + key, key)]
+    if mixer.is_gated:
+        yield from _gated_query_rules(mixer, hidden, layers)
+    else:
+        merged.insert(0, ("q_proj", 0, query))
+    for name, start, rows in merged:
         span = (start, start + rows)
-        yield _layer_rule(f"self_attn.{name}.weight", "attn.qkv.weight", (rows, hidden), layers, span)
+        yield layer_rule(f"self_attn.{name}.weight", "attn.qkv.weight", (rows, hidden), layers, span, is_linear=True)
         if mixer.qkv_bias:
-            yield _layer_rule(f"self_attn.{name}.bias", "attn.qkv.bias", (rows,), layers, span)
-    yield _layer_rule("self_attn.o_proj.weight", "attn.o.weight", (hidden, query), layers)
+            yield layer_rule(f"self_attn.{name}.bias", "attn.qkv.bias", (rows,), layers, span)
+    yield layer_rule("self_attn.o_proj.weight", "attn.o.weight", (hidden, query), layers, is_linear=True)
     if mixer.output_bias:
-        yield _layer_rule("self_attn.o_proj.bias", "attn.o.bias", (hidden,), layers)
+        yield layer_rule("self_attn.o_proj.bias", "attn.o.bias", (hidden,), layers)
     if mixer.qk_norm is not None:
-        for name in ("q_norm", "k_norm"):
-            yield _layer_rule(f"self_attn.{name}.weight", f"attn.{name}.weight", (mixer.head_dim,), layers)
+        whole = mixer.qk_norm.is_whole
+        for name, width in (("q_norm", query), ("k_norm", key)):
+            shape = (width if whole else mixer.head_dim,)
+            yield layer_rule(f"self_attn.{name}.weight", f"attn.{name}.weight", shape, layers)
 
 
-def _ffn_rules(mlp: FFNSpec, hidden: int, layers: range) -> Iterator[WeightRule]:
-    for name, span in (("gate_proj", (0, mlp.width)), ("up_proj", (mlp.width, 2 * mlp.width))):
-        yield _layer_rule(f"mlp.{name}.weight", "ffn.gate_up.weight", (mlp.width, hidden), layers, span)
-        if mlp.bias:
-            yield _layer_rule(f"mlp.{name}.bias", "ffn.gate_up.bias", (mlp.width,), layers, span)
-    yield _layer_rule("mlp.down_proj.weight", "ffn.down.weight", (hidden, mlp.width), layers)
-    if mlp.bias:
-        yield _layer_rule("mlp.down_proj.bias", "ffn.down.bias", (hidden,), layers)
+def _gated_query_rules(mixer: AttentionSpec, hidden: int, layers: Collection[int]) -> Iterator[WeightRule]:
+    """`q_proj` has, head by head, the rows of the query and those of its gate."""
+    heads, dim = mixer.num_heads, mixer.head_dim
+    rows, gates = 2 * heads * dim, (heads + 2 * mixer.num_kv_heads) * dim
+    cuts: list[tuple[Rows, Rows]] = []
+    for head in range(heads):
+        at, stored = head * dim, 2 * head * dim
+        cuts.append(((at, at + dim), (stored, stored + dim)))
+        cuts.append(((gates + at, gates + at + dim), (stored + dim, stored + 2 * dim)))
+    yield cut_rule("self_attn.q_proj.weight", "attn.qkv.weight", (rows, hidden), layers, cuts, is_linear=True)
+    if mixer.qkv_bias:
+        yield cut_rule("self_attn.q_proj.bias", "attn.qkv.bias", (rows,), layers, cuts)
 
 
 def _head_rule(spec: DecoderSpec, layout: WeightLayout) -> WeightRule:
     """A tied layout compares a stored head with the embedding; an untied one loads it."""
-    action, parameter = (Action.TIE, "embed.weight") if layout.tied_head else (Action.LOAD, "head.weight")
-    return WeightRule(source="lm_head.weight", action=action, shape=(spec.vocab, spec.hidden), parameter=parameter)
-
-
-def _rope_rules(spec: RopeSpec, layers: range) -> Iterator[WeightRule]:
-    stale = "the rope frequencies are computed from the config"
-    yield WeightRule(source="model.rotary_emb.inv_freq", action=Action.LEFT_OUT, reason=stale)
-    yield WeightRule(
-        source="model.layers.#.self_attn.rotary_emb.inv_freq", action=Action.LEFT_OUT, layers=layers, reason=stale
+    tied = layout.tied_head
+    return WeightRule(
+        source="lm_head.weight",
+        action=Action.TIE if tied else Action.LOAD,
+        shape=(spec.vocab, spec.hidden),
+        fills=(Fill(parameter="embed.weight" if tied else "head.weight"),),
+        is_linear=not tied,
     )
-    if spec.kind is RopeKind.FACTORS:
-        yield WeightRule(
-            source="rope_freqs.weight", action=Action.LOAD, shape=(spec.dim // 2,), parameter="rope.factors"
-        )

@@ -104,6 +104,16 @@ class BlockTables:
         table.length += rows
         table.tentative -= rows
 
+    def discard(self, request_id: int) -> None:
+        """Forget the request's tentative rows, so that `keep` finds none of them; settled ones stay.
+
+        For rows that were of use within this step only, such as those that a draft made from its own output.
+        """
+        if not self._is_open:
+            raise RuntimeError(f"request {request_id}: rows can be discarded in a transaction only")
+        if table := self._tables.get(request_id):
+            table.tentative = 0
+
     def keep(self, rows: Mapping[int, int]) -> None:
         """Commit the first `rows[id]` tentative rows of each request, all of them where it has fewer; free the rest.
 

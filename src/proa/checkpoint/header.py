@@ -133,8 +133,10 @@ def _end_of_data(tensors: list[TensorInfo], start: int) -> int:
 def _naturals(value: object) -> tuple[int, ...] | None:
     if not isinstance(value, list):
         return None
-    items = cast("list[object]", value)
-    return tuple(cast("list[int]", items)) if all(type(item) is int and item >= 0 for item in items) else None
+    for item in cast("list[object]", value):
+        if type(item) is not int or item < 0:
+            return None
+    return tuple(cast("list[int]", value))
 
 
 def _truncated(path: Path, size: int, expected: int) -> CheckpointError:

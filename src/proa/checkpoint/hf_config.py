@@ -1,14 +1,14 @@
 """A read-only view of a config.json: typed access, errors that name file and key, a memory of the keys that were read.
 
-Owns the spellings that changed over the years (nested text configs, rope keys). Does not know which keys exist.
+Owns the spellings that changed over the years (rope keys). Does not know which keys exist.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 from proa.checkpoint.strict_json import freeze
 from proa.errors import ConfigError
@@ -21,18 +21,6 @@ class _Default(Enum):
 
 
 _REQUIRED = _Default.REQUIRED
-_NESTED = ("text_config", "language_config")
-# Keys of a wrapper that speak about the nested text model too, used where the nested config is silent.
-_INHERITED = (
-    "architectures",
-    "tie_word_embeddings",
-    "dtype",
-    "torch_dtype",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "quantization_config",
-)
 _DEFAULT_THETA = 10000.0  # what every dense family of the hub means by a config without rope_theta
 
 
@@ -41,7 +29,7 @@ class HFView:
 
     A key that is absent or null has no value: it takes the default, or is an error where there is none. Asking for a
     value is remembered in `read`, also when the key is absent; `has` and `keys` are not reads. `where` names the file,
-    `wrapper` is the outer view when this one was unwrapped from a nested text config.
+    `wrapper` is the outer view when this one is the config of a text model inside it.
     """
 
     __slots__ = ("_prefix", "_read", "_values", "where", "wrapper")
@@ -133,24 +121,24 @@ class HFView:
         value = self._typed(key, _REQUIRED, (Mapping,), "an object")
         return HFView(value, where=self.where, prefix=self._name(key) + ".")
 
-    def unwrap(self) -> HFView:
-        """The nested text model's view (one level, never deeper), or this view when nothing is nested.
+    def nested(
+        self,
+        key: builtins.str | None,
+        *,
+        inherited: Collection[builtins.str],
+        without: Collection[builtins.str],
+        overrides: Mapping[builtins.str, Any],
+    ) -> HFView:
+        """The config of the text model inside this one: the object under `key`, or this config itself (None).
 
-        `architectures` is the wrapper's, since it decides how tensors are named; a few other keys of the wrapper are
-        used where the nested config is silent.
+        Where it is silent, the wrapper's values of `inherited` hold; `without` are left out and `overrides` put in.
         """
-        nested = [key for key in _NESTED if isinstance(self._values.get(key), Mapping)]
-        if not nested:
-            return self
-        if len(nested) > 1:
-            raise ConfigError(
-                "config/ambiguous-nesting", f"{self.where}: both {nested[0]} and {nested[1]} are there: which is meant?"
-            )
-        values = dict(cast("Mapping[builtins.str, Any]", self.get(nested[0], None)))
-        for key in _INHERITED:
-            if self.has(key) and (values.get(key) is None or key == "architectures"):
-                values[key] = self.get(key, None)
-        return HFView(values, where=self.where, wrapper=self, prefix=self._name(nested[0]) + ".")
+        values = dict(self._values) if key is None else dict(self.sub(key)._values)
+        self._read.update(inherited if key is None else (key, *inherited))
+        values |= {name: self._values[name] for name in inherited if self.has(name) and values.get(name) is None}
+        values = {name: value for name, value in values.items() if name not in without} | dict(overrides)
+        prefix = self._prefix if key is None else self._name(key) + "."
+        return HFView(values, where=self.where, wrapper=self, prefix=prefix)
 
     def rope(self) -> HFView:
         """Rope parameters in one spelling: `rope_type`, `rope_theta`, and whatever else the file says about rope.

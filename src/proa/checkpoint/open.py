@@ -7,11 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from proa.checkpoint import gguf_hub
+from proa.checkpoint import gguf_hub, mistral_native
 from proa.checkpoint.gguf import is_gguf, read_gguf
 from proa.checkpoint.hf_config import HFView
 from proa.checkpoint.magic import refuse_foreign_magic, refuse_pickle_name
-from proa.checkpoint.shards import read_weights
+from proa.checkpoint.shards import read_native_weights, read_weights
 from proa.checkpoint.strict_json import freeze, parse_object
 from proa.checkpoint.types import Checkpoint, FilesReport, TokenizerSource
 from proa.errors import CheckpointError
@@ -20,7 +20,7 @@ _MAX_JSON_BYTES = 16_000_000
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Raises CheckpointError naming file and tensor, or ConfigError for a config.json whose nesting is unclear.
+    """Raises CheckpointError naming file and tensor.
 
     A safetensors file cut right after its header is accepted for planning and listed in `files.damaged`;
     `require_data` refuses it before loading.
@@ -61,16 +61,35 @@ def _open_file(path: Path) -> Checkpoint:
 
 def _open_hub(folder: Path) -> Checkpoint:
     config = _read_json(folder / "config.json")
+    params = _read_json(folder / mistral_native.PARAMS) if config is None else None
+    if params is not None:
+        return _open_native(folder, params)
     if config is None:
         ggufs = sorted(folder.glob("*.gguf"))
         hint = f"give the file itself: {ggufs[0]}" if ggufs else None
         raise CheckpointError("checkpoint/no-config", f"{folder}: has no config.json", hint=hint)
     weights = read_weights(folder)
+    view = HFView(config, where=str(folder / "config.json"))
     return Checkpoint(
         path=folder,
         form="hub",
-        config=HFView(config, where=str(folder / "config.json")).unwrap(),
+        config=view,
         tensors=MappingProxyType(dict(weights.tensors)),
+        generation=freeze(_read_json(folder / "generation_config.json") or {}),
+        tokenizer=_hub_tokenizer(folder),
+        files=weights.files,
+    )
+
+
+def _open_native(folder: Path, params: Mapping[str, Any]) -> Checkpoint:
+    weights, where = read_native_weights(folder), str(folder / mistral_native.PARAMS)
+    view = HFView(mistral_native.hub_config(params, weights.tensors, where), where=where)
+    tensors = mistral_native.hub_tensors(weights.tensors.values(), vision=mistral_native.has_vision(params))
+    return Checkpoint(
+        path=folder,
+        form="hub",
+        config=view,
+        tensors=MappingProxyType(tensors),
         generation=freeze(_read_json(folder / "generation_config.json") or {}),
         tokenizer=_hub_tokenizer(folder),
         files=weights.files,

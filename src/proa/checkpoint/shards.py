@@ -14,6 +14,7 @@ from proa.checkpoint.types import FilesReport, TensorInfo
 from proa.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+NATIVE_INDEX = "consolidated.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
 _SHOWN = 5  # names printed before "and N more"
 
@@ -37,11 +38,26 @@ def read_weights(folder: Path) -> Weights:
     if index.is_file():
         headers, tensors, copies = _by_index(index, shards)
     else:
-        headers, copies = [read_header(_only(folder, shards))], ()
+        headers, copies = [read_header(_only(folder, shards, index.name))], ()
         tensors = headers[0].tensors
     return Weights(
         tensors=tensors, files=_report(headers, (*copies, *(f"{path.name}: (whole file)" for path in native)))
     )
+
+
+def read_native_weights(folder: Path) -> Weights:
+    """All tensors of a directory in Mistral's native layout, by its index or from its single file."""
+    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    shards = [path for path in entries if path.suffix == ".safetensors" and path.name.startswith("consolidated")]
+    index = folder / NATIVE_INDEX
+    if not shards and not index.is_file():
+        raise _no_weights(folder, entries, [])
+    if index.is_file():
+        headers, tensors, copies = _by_index(index, shards)
+    else:
+        headers, copies = [read_header(_only(folder, shards, index.name))], ()
+        tensors = headers[0].tensors
+    return Weights(tensors=tensors, files=_report(headers, copies))
 
 
 def _report(headers: list[ShardHeader], copies: tuple[str, ...]) -> FilesReport:
@@ -61,13 +77,14 @@ def _by_index(index: Path, shards: list[Path]) -> tuple[list[ShardHeader], dict[
     found: dict[str, TensorInfo] = {}
     copies: list[str] = []
     for header in headers:
-        _all_listed(header, owners)
+        _all_listed(header, owners, index.name)
+        file = header.file.name
         for name, tensor in header.tensors.items():
-            if owners[name] == header.file.name:
+            if owners[name] == file:
                 found[name] = tensor
             else:
-                copies.append(f"{header.file.name}: {name}")
-    _all_found(owners, found, copies)
+                copies.append(f"{file}: {name}")
+    _all_found(owners, found, copies, index.name)
     return headers, found, tuple(copies)
 
 
@@ -78,17 +95,25 @@ def _read_index(index: Path) -> dict[str, str]:
     owners: object = parse_object(index.read_bytes(), index.name).get("weight_map")
     if not isinstance(owners, dict) or not owners:
         raise CheckpointError("checkpoint/bad-index", f"{index.name}: has no weight_map that names a tensor")
+    checked: set[str] = set()
     for tensor, shard in cast("dict[str, Any]", owners).items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(
-                "checkpoint/bad-index", f"{index.name}: {tensor}: {shard!r} is not the name of a file in this folder"
-            )
-        refuse_pickle_name(Path(shard))
-        if Path(shard).suffix != ".safetensors":
-            raise CheckpointError(
-                "checkpoint/bad-index", f"{index.name}: {tensor}: {shard!r} is not the name of a .safetensors file"
-            )
+        if not isinstance(shard, str) or shard not in checked:
+            checked.add(_shard_name(index, tensor, shard))
     return cast("dict[str, str]", owners)
+
+
+def _shard_name(index: Path, tensor: str, shard: object) -> str:
+    """What the index says is a tensor's file, if it can be one."""
+    if not isinstance(shard, str) or Path(shard).name != shard:
+        raise CheckpointError(
+            "checkpoint/bad-index", f"{index.name}: {tensor}: {shard!r} is not the name of a file in this folder"
+        )
+    refuse_pickle_name(Path(shard))
+    if Path(shard).suffix != ".safetensors":
+        raise CheckpointError(
+            "checkpoint/bad-index", f"{index.name}: {tensor}: {shard!r} is not the name of a .safetensors file"
+        )
+    return shard
 
 
 def _same_files(index: Path, listed: Mapping[str, list[str]], present: set[str]) -> None:
@@ -114,40 +139,40 @@ def _same_files(index: Path, listed: Mapping[str, list[str]], present: set[str])
         )
 
 
-def _all_listed(header: ShardHeader, owners: Mapping[str, str]) -> None:
+def _all_listed(header: ShardHeader, owners: Mapping[str, str], index: str) -> None:
     unknown = [name for name in header.tensors if name not in owners]
     if unknown:
         raise CheckpointError(
             "checkpoint/unlisted-tensor",
-            f"{header.file.name}: {unknown[0]} is in this file, but {INDEX} does not list it",
+            f"{header.file.name}: {unknown[0]} is in this file, but {index} does not list it",
             facts=[f"{len(unknown)} such tensors: {_some(unknown)}"],
         )
 
 
-def _all_found(owners: Mapping[str, str], found: Mapping[str, TensorInfo], copies: list[str]) -> None:
+def _all_found(owners: Mapping[str, str], found: Mapping[str, TensorInfo], copies: list[str], index: str) -> None:
     lost = [name for name in owners if name not in found]
     if lost:
         elsewhere = [copy for copy in copies if copy.split(": ", 1)[1] in set(lost)]
         raise CheckpointError(
             "checkpoint/missing-tensor",
-            f"{owners[lost[0]]}: {lost[0]} is not in this file, though {INDEX} says so",
+            f"{owners[lost[0]]}: {lost[0]} is not in this file, though {index} says so",
             facts=[f"{len(lost)} such tensors: {_some(f'{owners[name]}: {name}' for name in lost)}"]
             + ([f"found elsewhere: {_some(elsewhere)}"] if elsewhere else []),
             hint="the index is stale or the file is another one: fetch both again",
         )
 
 
-def _only(folder: Path, shards: list[Path]) -> Path:
+def _only(folder: Path, shards: list[Path], index: str) -> Path:
     if len(shards) > 1:
         raise CheckpointError(
             "checkpoint/no-index",
-            f"{folder.name}: has {len(shards)} weight files, but no {INDEX}",
+            f"{folder.name}: has {len(shards)} weight files, but no {index}",
             facts=[_some(path.name for path in shards)],
         )
     name = shards[0].stem
     if "-of-" in name and name.rsplit("-of-", 1)[1].lstrip("0") != "1":
         raise CheckpointError(
-            "checkpoint/no-index", f"{shards[0].name}: is one shard of several, but there is no {INDEX}"
+            "checkpoint/no-index", f"{shards[0].name}: is one shard of several, but there is no {index}"
         )
     return shards[0]
 

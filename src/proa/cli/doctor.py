@@ -6,22 +6,25 @@ Reads the self-test verdicts that are known and imports no torch; `--build` comp
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from proa.cli.output import Output
-from proa.conditions import evaluate
+from proa.conditions import Facts, evaluate
 from proa.config.intent import EngineConfig
 from proa.env import SPIN_NAME, SPINS, Environment, read_environment
 from proa.errors import KernelUnavailable
 from proa.kernels import host
 from proa.kernels.caps import DeviceCaps, caps_to_json, read_caps
-from proa.kernels.catalog import CATALOG, NATIVE, ONEDNN, OPS, REFERENCE
+from proa.kernels.catalog import CATALOG, ONEDNN, OPS
+from proa.kernels.delta_catalog import DELTA_OPS, ELSEWHERE, TORCH
+from proa.kernels.kernel_info import NATIVE, REFERENCE
+from proa.kernels.plugins import KernelPlugin, read_plugins
 from proa.kernels.verdicts import PASSED, with_verdicts
-from proa.plan.context import caps_facts
+from proa.plan.context import CapsFacts
 from proa.units import format_bytes
 
 # Decoding of one model on one host (docs/kernels.md): no promise for this one.
@@ -29,6 +32,8 @@ _COSTS: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("matmul", ONEDNN): "decoding was about 3 times slower where we measured it",
         ("matmul", REFERENCE): "decoding was about 4 times slower where we measured it",
+        ("moe", REFERENCE): "the experts of a step run one after the other",
+        **{(op, TORCH): "linear attention takes several passes over each state" for op in DELTA_OPS},
     }
 )
 
@@ -49,7 +54,7 @@ def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> i
         # By name: nothing else here may bring in torch.
         caps = import_module("proa.kernels.probe").probe(caps, cache, out.note, again=True).caps
     caps = with_verdicts(caps, cache)
-    kernels, threads = kernel_verdicts(caps), thread_facts(environment)
+    kernels, threads = kernel_verdicts(caps, read_plugins(out.note)), thread_facts(environment)
     lost = list(losses(kernels)) if caps.device == "cpu" else []
     if args.json:
         out.json({"caps": caps_to_json(caps), "kernels": kernels, "threads": threads, "lost": lost})
@@ -84,19 +89,31 @@ def losses(kernels: list[dict[str, Any]]) -> Iterator[str]:
     yield "  numerics           fast        rounding may differ by batch (docs/kernels.md has our figures)"
 
 
-def kernel_verdicts(caps: DeviceCaps) -> list[dict[str, Any]]:
+def kernel_verdicts(caps: DeviceCaps, plugins: Sequence[KernelPlugin]) -> list[dict[str, Any]]:
     """Every kernel of the catalogue on the best device of this host: whether it can run, and everything against it."""
     # What depends on a model is answered for one that fits: here the host alone is asked.
     fitting = {
-        "spec.sizes": {"head_dim": 64},
+        "spec.sizes": {"head_dim": (64,)},
+        "spec.expert_sizes": {},
+        "spec.latent_sizes": {},
+        "spec.router_groups": 1,
+        "spec.mixers": (),
         "plan.page_size": 16,
         "plan.kv_dtype": "",
         "plan.dtype": "",
+        "plan.state_dtype": "float32",
+        "spec.delta_kinds": (),
+        "spec.delta_sizes": {"key_dim": (128,), "value_dim": (128,), "taps": (4,)},
+        "schedule.prefill_chunk": 512,
+        "verify.is_tree": False,
         "ask.attention": (),
+        "ask.exact": False,
     }
-    facts = {**caps_facts(caps), **fitting, "plan.device": caps.device}
+    facts = Facts({**fitting, "plan.device": caps.device}, CapsFacts(caps))
     table: list[dict[str, Any]] = []
-    for kernel in CATALOG:
+    for kernel in (*CATALOG, *(kernel for plugin in plugins for kernel in plugin.kernels)):
+        if kernel.backend in ELSEWHERE:
+            continue
         blocked = [v.blocked.reason for v in evaluate(kernel.requires, facts) if v.blocked]
         table.append(
             {

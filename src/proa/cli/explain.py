@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from proa.arch.registry import FAMILIES
+from proa.cli.headers import uncollected
 from proa.cli.output import Output
 from proa.config.intent import EngineConfig
 from proa.env import read_environment
@@ -28,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> int:
+    with uncollected():
+        return _run(args, config, out)
+
+
+def _run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> int:
     if args.families:
         out.json(families_json(FAMILIES)) if args.json else out.line(families_table(FAMILIES))
         return 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from proa.cli.output import Output
 from proa.cli.sampling_flags import add_sampling_flags, given_sampling
 from proa.config.intent import EngineConfig
+from proa.units import Phase
 
 if TYPE_CHECKING:
     from proa.engine.results import RequestOutput
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 LONGEST_ANSWER = 512
 MOST_POSITIONS = 8
+RUNNER_KNOBS = ("dtype", "quantization", "shared_experts", "moe_kernel", "matmul_kernel")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +94,7 @@ def answer_once(conversation: Conversation, prompt: str, out: Output, *, as_json
         out.json(asdict(output))
     else:
         out.line()
-    out.note(closing_line(conversation.llm, output))
+    close(conversation.llm, output, out)
 
 
 def chat(conversation: Conversation, out: Output) -> None:
@@ -114,7 +116,7 @@ def chat(conversation: Conversation, out: Output) -> None:
         conversation.add_answer("".join(said))
         last = stream.output()
     if last is not None:
-        out.note(closing_line(conversation.llm, last))
+        close(conversation.llm, last, out)
 
 
 def questions(out: Output) -> Iterator[str]:
@@ -144,6 +146,32 @@ def enable_line_editing() -> None:
 
     if importlib.util.find_spec("readline"):
         importlib.import_module("readline")
+
+
+def close(llm: LLM, output: RequestOutput, out: Output) -> None:
+    """What ran and what it was worth: with a draft model a line for each runner, then the closing line."""
+    runners = {role: one for role, one in llm.explain()["runners"].items() if one is not None}
+    if len(runners) > 1:
+        for role, one in runners.items():
+            out.note(runner_line(role, one))
+    out.note(closing_line(llm, output))
+
+
+def runner_line(role: str, runner: Any) -> str:
+    """`draft (glm4_moe/nextn): dtype bfloat16, quantization none, shared_experts separate, matmul_kernel native`.
+
+    Decisions that have nothing to decide in this runner are left out; phases with the same kernel are one.
+    """
+    values = {knob: decision["value"] for knob, decision in runner["decisions"].items()}
+    attention = dict.fromkeys(values[f"attention.{phase.value}"] for phase in Phase)
+    told = {knob: values[knob] for knob in RUNNER_KNOBS} | {"attention": " ".join(map(str, attention))}
+    words = [f"{knob} {_short(value)}" for knob, value in told.items() if value is not None]
+    return f"{role} ({runner['family']}): {', '.join(words)}"
+
+
+def _short(value: Any) -> str:
+    """A value that differs by layer is a mapping."""
+    return " ".join(f"{layers}: {one}" for layers, one in value.items()) if isinstance(value, dict) else str(value)
 
 
 def closing_line(llm: LLM, output: RequestOutput) -> str:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from enum import Enum
 
 from proa.config.kinds import GLOBS, PATH, SIZE, Kind, count, members, word, words
-from proa.units import Algorithm, DType, Numerics, Phase, Role, SharedExperts, Verification
+from proa.units import Algorithm, DType, Numerics, Phase, Role, Rollback, SharedExperts, Verification
 
 
 class Scope(Enum):
@@ -157,11 +157,20 @@ FIELDS: tuple[Field, ...] = (
     ),
     *_phased("attention", "softmax-attention kernel"),
     *_phased("linear_attention", "linear-attention kernel"),
+    _runner(
+        "state_dtype", members(DType.F32, DType.BF16), "element type of the states of linear attention; kernels differ"
+    ),
+    _runner(
+        "rollback",
+        members(*Rollback),
+        "a rejected proposal's state: replay the accepted rows, or keep the states of all rows",
+    ),
     _runner("matmul_kernel", word("KERNEL"), "matrix-multiplication kernel"),
     _runner("moe_kernel", word("KERNEL"), "experts kernel"),
     _runner("shared_experts", members(*SharedExperts), "layout of the shared experts"),
     _runner("page_size", count(1, 65536), "rows per cache page"),
     _engine("kv_memory", "cache.memory_bytes", SIZE, "memory for the KV pages of both runners together"),
+    _engine("snapshots", "cache.snapshots", count(0, 65536), "states of linear attention kept for prefix reuse"),
     _engine(
         "max_model_len", "schedule.max_model_len", count(1, 2**31), "longest prompt and answer together, in tokens"
     ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from proa.choice import AUTO, Choice
-from proa.units import Algorithm, DType, Numerics, SharedExperts, Verification
+from proa.units import Algorithm, DType, Numerics, Rollback, SharedExperts, Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class RunnerIntent:
     linear_attention_prefill: Choice[str] = AUTO
     linear_attention_decode: Choice[str] = AUTO
     linear_attention_verify: Choice[str] = AUTO
+    state_dtype: Choice[DType] = AUTO
+    rollback: Choice[Rollback] = AUTO
     matmul_kernel: Choice[str] = AUTO
     moe_kernel: Choice[str] = AUTO
     shared_experts: Choice[SharedExperts] = AUTO
@@ -50,9 +52,10 @@ class SpeculativeIntent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheIntent:
-    """`memory_bytes` is for the KV pages of both runners together."""
+    """`memory_bytes` is for the KV pages of both runners together; `snapshots` are states of each for prefix reuse."""
 
     memory_bytes: Choice[int] = AUTO
+    snapshots: Choice[int] = AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,10 +89,11 @@ def _expand(asked: Iterable[_Asked]) -> dict[str, Choice[Any]]:
 
 def _choice(asked: _Asked) -> Choice[Any]:
     kind = asked.key.field.kind
+    origin = replace(asked.origin, is_base=len(asked.key.field.leaves) > 1)
     if asked.raw == "auto" or (asked.key.field.is_repeatable and asked.raw == ["auto"]):
-        return Choice(value=None, origin=asked.origin)
+        return Choice(value=None, origin=origin)
     try:
-        return Choice(value=kind.parse(asked.raw), origin=asked.origin)
+        return Choice(value=kind.parse(asked.raw), origin=origin)
     except ValueError as error:
         words = ("auto", *kind.choices)
         raise ConfigError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from proa.arch.wrappers import body_of
 from proa.checkpoint.types import Checkpoint
 from proa.config.intent import EngineConfig
 from proa.engine.costs import start_costs
@@ -23,16 +24,23 @@ from proa.engine.tokenizer import Tokenizer
 from proa.errors import CheckpointError
 from proa.kernels.cost import CostTable
 from proa.kernels.probe import probe
-from proa.loading.build import build
+from proa.loading.build import BuiltModel, build
 from proa.loading.ledger import ledger_document
 from proa.loading.progress import Progress, Silent
 from proa.plan.explain import explain_json
 from proa.plan.planned import Planned, Resolved
 from proa.plan.prepare import host_caps, prepare
+from proa.plan.ranks import refuse_more_ranks
 from proa.runner.describe import promised
 from proa.runner.runner import Runner
 from proa.sampling.sampler import logprobs
-from proa.speculative.registry import build_drafter, build_lengths
+from proa.speculative.registry import (
+    build_drafter,
+    build_lengths,
+    build_watch,
+    draft_gives_hidden,
+    target_gives_hidden,
+)
 from proa.speculative.verify import Verifier
 from proa.units import Verification
 
@@ -91,6 +99,7 @@ class Assembled:
             "num_requests_waiting": self.engine.num_waiting,
             "speculative_decoding": dict(self.engine.stats.metrics()) if proposes else None,
             "draft_length": self.engine.lengths.metrics() if proposes else None,
+            "speculative_health": self.engine.health(),
         }
 
 
@@ -104,10 +113,7 @@ def assemble(config: EngineConfig, *, cache_dir: Path, online: bool, report: Rep
     plans = resolved.plans
     # Process-wide, hence set here, once, and nowhere else; every runner of this process is planned for it.
     torch.set_num_threads(plans.host.threads.value)
-    target = build_runner(resolved.target, plans.memory.target_pages.value, report.progress, probed.library)
-    draft = None
-    if resolved.draft is not None:
-        draft = build_runner(resolved.draft, plans.memory.draft_pages.value, report.progress, probed.library)
+    target, draft = build_runners(resolved, report.progress, probed.library)
     runners = {"target": target} if draft is None else {"target": target, "draft": draft}
     costs = start_costs(resolved, runners, cache_dir, report.note)
     engine = join(resolved, target, draft, costs, report.note)
@@ -129,10 +135,23 @@ def assemble(config: EngineConfig, *, cache_dir: Path, online: bool, report: Rep
     )
 
 
-def build_runner(planned: Planned, num_pages: int, progress: Progress, library: Path | None) -> Runner:
-    """One runner with its weights and a closed ledger, from its own plan alone."""
-    built = build(planned, progress, library)
-    return Runner(planned.plan, planned.spec, built.model, built.ledger, num_pages)
+def build_runners(resolved: Resolved, progress: Progress, library: Path | None) -> tuple[Runner, Runner | None]:
+    """Target and draft, each with its weights and a closed ledger, from its own plan alone. A draft may borrow whole
+    modules of the built target."""
+    contract, memory = resolved.plans.contract, resolved.plans.memory
+    for planned in resolved.runners:
+        refuse_more_ranks(planned.plan)
+    target = build(resolved.target, progress, library, None)
+    runner = _runner(resolved.target, target, memory.target_pages.value, gives_hidden=target_gives_hidden(contract))
+    if resolved.draft is None:
+        return runner, None
+    draft = build(resolved.draft, progress, library, target.model)
+    gives_hidden = draft_gives_hidden(contract)
+    return runner, _runner(resolved.draft, draft, memory.draft_pages.value, gives_hidden=gives_hidden)
+
+
+def _runner(planned: Planned, built: BuiltModel, num_pages: int, *, gives_hidden: bool) -> Runner:
+    return Runner(planned.plan, planned.spec, built.model, built.ledger, num_pages, gives_hidden=gives_hidden)
 
 
 def join(
@@ -159,6 +178,7 @@ def join(
         contract=contract,
         logprobs=logprobs,
         lengths=build_lengths(contract, costs, note),
+        watch=build_watch(contract, note),
     )
 
 
@@ -180,5 +200,5 @@ def open_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
 
 def end_of_text(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     """Every id that ends an answer: of generation_config.json, config.json and the tokenizer together."""
-    configured = ids_of(checkpoint.generation.get("eos_token_id")) | ids_of(checkpoint.config.get("eos_token_id", None))
-    return configured | tokenizer.eos_ids
+    configured = body_of(checkpoint.config).get("eos_token_id", None)
+    return ids_of(checkpoint.generation.get("eos_token_id")) | ids_of(configured) | tokenizer.eos_ids

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from proa.kernels.cost import CostTable, write_costs
+from proa.layers.base import torch_dtype
 from proa.plan.costs import cost_paths, known_costs
 from proa.plan.planned import Resolved
 from proa.runner.runner import Runner
@@ -24,7 +25,12 @@ def start_costs(
     for planned in resolved.runners:
         role = planned.plan.role.value
         if role not in tables:
-            longest = min(plans.schedule.max_model_len.value, planned.spec.max_positions)
-            tables[role] = measure(runners[role], vocab=planned.spec.vocab, max_positions=longest)
+            spec, dtype = planned.spec, torch_dtype(planned.plan.dtype.value)
+            tables[role] = measure(
+                runners[role],
+                vocab=spec.vocab,
+                max_positions=min(plans.schedule.max_model_len.value, spec.max_positions),
+                hidden=None if spec.entry is None else (spec.hidden, dtype),
+            )
             write_costs(paths[role], tables[role], note)
     return tables

@@ -20,7 +20,8 @@ from proa.plan.runner_plan import DraftContract, SchedulePlan
 from proa.runner.batch import ForwardOutput, RowSpan
 from proa.sampling.sampler import TokenLogprobs
 from proa.speculative.draft_length import DraftLengths, FixedLengths, Step
-from proa.speculative.protocol import DraftContext, Drafter, DraftRequest, Verdict
+from proa.speculative.drift import AcceptWatch, SpeculativeHealth
+from proa.speculative.protocol import DraftContext, Drafter, DraftRequest, HiddenRows, Verdict
 from proa.speculative.stats import SpeculativeStats
 from proa.speculative.verify import Verifier
 
@@ -41,7 +42,8 @@ class Engine:
     """Serves many requests at once on a target runner and, optionally, a drafter with or without a runner of its own.
 
     Without a drafter every proposal has length 0: plain decoding takes the same path. `lengths` None: proposals always
-    have the contract's length. Not thread-safe; `abort` may be called from a sink in the middle of a step.
+    have the contract's length. `watch` None: nobody judges what came of them. Not thread-safe; `abort` may be called
+    from a sink in the middle of a step.
     """
 
     def __init__(
@@ -55,11 +57,14 @@ class Engine:
         contract: DraftContract | None,
         logprobs: Logprobs,
         lengths: DraftLengths | None = None,
+        watch: AcceptWatch | None = None,
     ) -> None:
         self._runner = runner
         self._drafter = drafter
         self._verifier = verifier
         self._logprobs = logprobs
+        self._watch = watch
+        self._needs_hidden = drafter is not None and drafter.needs_hidden
         self._tables = [runner.tables] if draft is None else [runner.tables, draft.tables]
         self._num_draft_tokens = 0
         if drafter is not None and contract is not None:
@@ -68,6 +73,7 @@ class Engine:
         self._scheduler = Scheduler(schedule, self._tables, self._num_draft_tokens)
         self._live: dict[int, Delivery] = {}
         self._drafting: set[int] = set()
+        self._observed: set[int] = set()
         self._ready: list[StepOutput] = []
         self._aborted: set[int] = set()
         self._is_stepping = False
@@ -84,6 +90,10 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return self._scheduler.num_waiting
+
+    def health(self) -> SpeculativeHealth | None:
+        """What became of the proposals of late; None where nobody watches."""
+        return None if self._watch is None else self._watch.health()
 
     def add(self, request: Request) -> None:
         """Queue a new request. RequestError or CacheExhausted when it could not be served even alone."""
@@ -131,13 +141,13 @@ class Engine:
                 rows.add_row(self._live[row.request_id], drafted.get(row.request_id, NOTHING))
             for chunk in plan.prefill:
                 rows.add_chunk(self._live[chunk.request_id], chunk)
-            logits = self._runner.forward(rows.spans).logits
-            if len(logits) != rows.num_logits:
-                raise RuntimeError(f"the runner returned {len(logits)} rows of logits instead of {rows.num_logits}")
-            self._score_prompts(rows, logits)
-            verdict = self._verify(rows, logits)
-            transaction.commit({entry.request_id: entry.keep for entry in verdict.requests} | rows.kept_chunks)
-        self._record(verdict, drafted)
+            output = self._forward(rows)
+            self._score_prompts(rows, output.logits)
+            verdict = self._verify(rows, output.logits)
+            kept = {entry.request_id: entry.keep for entry in verdict.requests} | rows.kept_chunks
+            transaction.commit(kept)
+        hidden = output.hidden if self._needs_hidden else None
+        self._record(verdict, drafted, [] if hidden is None else rows.hidden_rows(hidden, kept))
 
     def _draft_context(self, rows: Sequence[Row], size: Step) -> DraftContext:
         """The requests for which a proposal is of use in this step. The others decode plainly."""
@@ -163,13 +173,8 @@ class Engine:
         new = tuple(request for request in context.requests if request.request_id not in self._drafting)
         if self._drafter is None or not new:
             return
-        request_ids = [request.request_id for request in new]
-        try:
-            self._drafter.prefill(DraftContext(requests=new))
-        except BaseException:
-            self._drafter.release(request_ids)
-            raise
-        self._drafting.update(request_ids)
+        self._drafter.prefill(DraftContext(requests=new))
+        self._drafting.update(request.request_id for request in new)
 
     def _propose(self, context: DraftContext, size: Step) -> Mapping[int, Drafted]:
         """What is proposed for each request of the context."""
@@ -183,6 +188,14 @@ class Engine:
                 raise RuntimeError(f"the drafter proposed {len(tokens)} tokens where {request.limit} were of use")
             drafted[request.request_id] = Drafted(tokens=tokens, probs=row_probs)
         return drafted
+
+    def _forward(self, rows: StepRows) -> ForwardOutput:
+        output = self._runner.forward(rows.spans)
+        if len(output.logits) != rows.num_logits:
+            raise RuntimeError(f"the runner returned {len(output.logits)} rows of logits instead of {rows.num_logits}")
+        if self._needs_hidden and (output.hidden is None or len(output.hidden) != rows.num_rows):
+            raise RuntimeError(f"the drafter needs the hidden rows of all {rows.num_rows} rows of the batch")
+        return output
 
     def _score_prompts(self, rows: StepRows, logits: torch.Tensor) -> None:
         for entry in rows.scored:
@@ -200,20 +213,31 @@ class Engine:
             self._live[request.request_id].rewind()
         return self._verifier.verify(requests, rows.proposal(), rows.verify_logits(logits))
 
-    def _record(self, verdict: Verdict, drafted: Mapping[int, Drafted]) -> None:
-        """The step is kept: hand out tokens, tell the drafter what became of its own, let go of what has finished."""
+    def _record(self, verdict: Verdict, drafted: Mapping[int, Drafted], hidden: Sequence[HiddenRows]) -> None:
+        """The step is kept: hand out tokens, tell the drafter what it may know of it, let go of what has finished."""
         for entry in verdict.requests:
             live = self._live[entry.request_id]
             self.stats.record(entry)
             live.stats.record(entry)
             self._ready.append(live.commit(entry))
         self.lengths.record(verdict)
+        if self._watch is not None:
+            self._watch.record(verdict, pays=self.lengths.pays)
+        finished = [entry.request_id for entry in verdict.requests if entry.finished]
         try:
-            if self._drafter is not None and drafted:
-                judged = tuple(entry for entry in verdict.requests if entry.request_id in drafted)
-                self._drafter.commit(Verdict(requests=judged))
+            self._tell_drafter(verdict, drafted, [rows for rows in hidden if rows.request_id not in finished])
         finally:
-            self._finish([entry.request_id for entry in verdict.requests if entry.finished])
+            self._finish(finished)
+
+    def _tell_drafter(self, verdict: Verdict, drafted: Mapping[int, Drafted], hidden: Sequence[HiddenRows]) -> None:
+        if self._drafter is None:
+            return
+        if hidden:
+            self._observed.update(rows.request_id for rows in hidden)
+            self._drafter.observe(hidden)
+        if drafted:
+            judged = tuple(entry for entry in verdict.requests if entry.request_id in drafted)
+            self._drafter.commit(Verdict(requests=judged))
 
     def _finish(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
@@ -223,8 +247,9 @@ class Engine:
 
     def _release(self, request_ids: Sequence[int]) -> None:
         """Give back everything these requests hold in both runners. Only their tokens stay."""
-        known = self._drafting.intersection(request_ids)
+        known = (self._drafting | self._observed).intersection(request_ids)
         self._drafting -= known
+        self._observed -= known
         if self._drafter is not None and known:
             self._drafter.release(sorted(known))
         for tables in self._tables:

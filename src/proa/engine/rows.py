@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from proa.cache.tables import BlockTables
 from proa.engine.delivery import Delivery
 from proa.engine.scheduler import Chunk
 from proa.runner.batch import RowSpan
-from proa.speculative.protocol import Proposal
+from proa.speculative.protocol import HiddenRows, Proposal
 from proa.speculative.verify import VerifyRequest
 from proa.units import Phase
 
@@ -45,14 +46,25 @@ class Scored:
     first: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """The request's positions `start`, `start + 1`, ... are rows `first`, `first + 1`, ... of the batch."""
+
+    live: Delivery
+    start: int
+    first: int
+
+
 class StepRows:
     """Reserves the rows in the target's tables as they are added, within the step's transaction."""
 
     def __init__(self, tables: BlockTables) -> None:
         self.spans: list[RowSpan] = []
         self.scored: list[Scored] = []
+        self.num_rows = 0
         self.num_logits = 0
         self.kept_chunks: dict[int, int] = {}
+        self._placed: list[_Placed] = []
         self._tables = tables
         self._verified: list[_Verified] = []
 
@@ -84,12 +96,15 @@ class StepRows:
         """Rows after the committed ones; logits are those of the last `num_logits` rows."""
         request_id = live.request.request_id
         self._tables.reserve(request_id, len(tokens))
+        start = self._tables.length(request_id)
+        self._placed.append(_Placed(live=live, start=start, first=self.num_rows))
+        self.num_rows += len(tokens)
         self.num_logits += num_logits
         self.spans.append(
             RowSpan(
                 phase=phase,
                 tokens=tokens,
-                start=self._tables.length(request_id),
+                start=start,
                 pages=self._tables.pages(request_id),
                 logits=range(len(tokens) - num_logits, len(tokens)),
             )
@@ -119,3 +134,18 @@ class StepRows:
             return logits
         rows = [entry.first + row for entry in self._verified for row in range(1 + len(entry.drafted.tokens))]
         return logits[rows]
+
+    def hidden_rows(self, hidden: torch.Tensor, kept: Mapping[int, int]) -> list[HiddenRows]:
+        """Of `hidden` [num_rows, D] the rows that were kept, for requests that may be drafted for.
+
+        `kept`: how many of the step's rows stay, by request id.
+        """
+        return [
+            HiddenRows(
+                request_id=request.request_id,
+                start=entry.start,
+                rows=hidden[entry.first : entry.first + kept[request.request_id]],
+            )
+            for entry in self._placed
+            if (request := entry.live.request).sampling.params.speculative
+        ]

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 
+from proa.arch.blocks import IndexerSpec, QueryScale, RouterSpec
+from proa.arch.delta_blocks import DeltaSpec
 from proa.errors import KernelUnavailable
-from proa.kernels.native.abi import load_library
-from proa.kernels.native.ops import NativeAttention, NativeDense
-from proa.kernels.native.sink import Direct, Program, Recorder
-from proa.kernels.onednn import OnednnDense
-from proa.kernels.reference.attention import ReferenceAttention
-from proa.kernels.reference.misc import ReferenceDense
-from proa.kernels.seam import AttentionOps, DenseOps, HeadNorm, Heads, LayerKV, Packed, RopeRows, Segment
+from proa.kernels import backends
+from proa.kernels.delta import DeltaOps, DeltaRows, DeltaState, DeltaWeights, StateSlots
+from proa.kernels.latent_seam import Absorbed, Chosen, IndexNorm, LatentKV, LatentOps, LatentShape
+from proa.kernels.native.ops import NativeDense
+from proa.kernels.native.sink import Program, Recorder, Sink
+from proa.kernels.plugins import KernelPlugin
+from proa.kernels.reference.misc import ReferenceDense, scale_queries
+from proa.kernels.seam import (
+    AttentionOps,
+    DenseOps,
+    HeadNorm,
+    Heads,
+    LayerKV,
+    MoEOps,
+    Packed,
+    PackedExperts,
+    PackedRouter,
+    RopeRows,
+    Routed,
+    Segment,
+)
 from proa.units import DType, Phase
 
 T = TypeVar("T")
@@ -26,24 +42,49 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelNames:
-    """What a plan says about kernels: the backend of the dense ops, and of attention in each phase."""
+    """What a plan says about kernels: the backend of the dense ops, of attention and of linear attention (`delta`) in
+    each phase, and of experts.
+
+    `is_latent`: the model attends over latent rows (MLA), which is an op of its own. `delta` is empty and `moe` None
+    where the model has nothing of the kind.
+    """
 
     matmul: str
     attention: Mapping[Phase, str]
+    is_latent: bool
+    delta: Mapping[Phase, str]
+    moe: str | None
 
 
-def bind(names: KernelNames, library: Path | None) -> KernelSet:
-    """A fresh kernel set. `library` is the compiled file of the native backend, where a name asks for it.
+def bind(names: KernelNames, library: Path | None, plugins: Iterable[KernelPlugin] = ()) -> KernelSet:
+    """A fresh kernel set. `library` is the compiled file of the native backend, where a name asks for it; `plugins` are
+    backends of linear attention from other packages.
 
     Raises KernelUnavailable for a name that no backend here has: plans never contain one.
     """
+    attention: dict[Phase, AttentionOps] = {}
+    latent: dict[Phase, LatentOps] = {}
+    for phase, name in names.attention.items():
+        knob = f"attention.{phase.value}"
+        if names.is_latent:
+            latent[phase] = _backend(backends.LATENT, knob, name, library)
+        else:
+            attention[phase] = _backend(backends.ATTENTION, knob, name, library)
     return KernelSet(
-        dense=_backend(_DENSE, "matmul_kernel", names.matmul, library),
-        attention={
-            phase: _backend(_ATTENTION, f"attention.{phase.value}", name, library)
-            for phase, name in names.attention.items()
-        },
+        dense=_backend(backends.DENSE, "matmul_kernel", names.matmul, library),
+        attention=attention,
+        latent=latent,
+        delta=_delta(names.delta, library, plugins),
+        moe=None if names.moe is None else _backend(backends.MOE, "moe_kernel", names.moe, library),
     )
+
+
+def _delta(names: Mapping[Phase, str], library: Path | None, plugins: Iterable[KernelPlugin]) -> dict[Phase, DeltaOps]:
+    table: dict[str, Callable[[Path | None], DeltaOps]] = {
+        plugin.backend: lambda _, make=plugin.delta: make(names) for plugin in plugins
+    }
+    table |= backends.DELTA
+    return {phase: _backend(table, f"linear_attention.{phase.value}", name, library) for phase, name in names.items()}
 
 
 def _backend(table: Mapping[str, Callable[[Path | None], T]], knob: str, name: str, library: Path | None) -> T:
@@ -54,41 +95,62 @@ def _backend(table: Mapping[str, Callable[[Path | None], T]], knob: str, name: s
     return table[name](library)
 
 
-def _native_dense(library: Path | None) -> DenseOps:
-    loaded = load_library(library)
-    return NativeDense(loaded, Direct(loaded))
+@runtime_checkable
+class Recordable(Protocol):
+    """A backend whose ops go to a sink: they run at once, or are recorded (kernels/native/sink.py)."""
 
-
-def _native_attention(library: Path | None) -> AttentionOps:
-    return NativeAttention(Direct(load_library(library)))
-
-
-_DENSE: Mapping[str, Callable[[Path | None], DenseOps]] = MappingProxyType(
-    {"native": _native_dense, "onednn": lambda _: OnednnDense(), "reference": lambda _: ReferenceDense()}
-)
-_ATTENTION: Mapping[str, Callable[[Path | None], AttentionOps]] = MappingProxyType(
-    {"native": _native_attention, "reference": lambda _: ReferenceAttention()}
-)
+    name: str
+    sink: Sink
 
 
 class KernelSet:
     """The ops of one runner. Layers call these and nothing else; what each op means is said in kernels/seam.py.
 
-    `calls` counts them by (op, backend), `attention` by phase.
+    `calls` counts them by (op, backend), `attention` and `delta` by phase.
     """
 
-    def __init__(self, *, dense: DenseOps, attention: Mapping[Phase, AttentionOps]) -> None:
+    def __init__(
+        self,
+        *,
+        dense: DenseOps,
+        attention: Mapping[Phase, AttentionOps],
+        latent: Mapping[Phase, LatentOps],
+        delta: Mapping[Phase, DeltaOps],
+        moe: MoEOps | None,
+    ) -> None:
         self._dense = dense
         self._attention = dict(attention)
-        # Phases share one arrangement of the cache (a plan rule), so any of them can write for all.
-        self._writer = next(iter(self._attention.values()))
+        self._latent = dict(latent)
+        self._delta = dict(delta)
+        self._moe_ops = moe
         self.calls: Counter[tuple[str, str]] = Counter()
+
+    # Phases share one arrangement of the cache (a plan rule), so any of them can write for all.
+
+    @property
+    def _writer(self) -> AttentionOps:
+        return next(iter(self._attention.values()))
+
+    @property
+    def _latent_writer(self) -> LatentOps:
+        return next(iter(self._latent.values()))
+
+    @property
+    def _moe(self) -> MoEOps:
+        if self._moe_ops is None:
+            raise RuntimeError("a model without experts asked for a kernel of theirs")
+        return self._moe_ops
 
     @property
     def names(self) -> KernelNames:
         """The names of the backends that are bound, as they give them themselves."""
+        ops = self._latent or self._attention
         return KernelNames(
-            matmul=self._dense.name, attention={phase: ops.name for phase, ops in self._attention.items()}
+            matmul=self._dense.name,
+            attention={phase: one.name for phase, one in ops.items()},
+            is_latent=bool(self._latent),
+            delta={phase: one.name for phase, one in self._delta.items()},
+            moe=None if self._moe_ops is None else self._moe_ops.name,
         )
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
@@ -122,10 +184,16 @@ class KernelSet:
         rope: RopeRows,
         kv: LayerKV,
         write_slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """Project x [T, D] and hand the rows to the cache's owner; the queries [T, H, d]."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project x [T, D] and hand the rows to the cache's owner; the queries [T, H, d], and what a projected row has
+        behind its heads, [T, W], in place."""
         self.calls["attn_in", self._writer.name] += 1
-        return self._writer.write(self._dense.matmul(x, qkv), heads, norm, rope, kv, write_slots)
+        projected = self._dense.matmul(x, qkv)
+        return self._writer.write(projected, heads, norm, rope, kv, write_slots), projected[:, heads.width :]
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        self.calls["gate", self._dense.name] += 1
+        return self._dense.gate(x, gate)
 
     def logits(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         self.calls["logits", self._dense.name] += 1
@@ -134,8 +202,10 @@ class KernelSet:
     def select(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return self._dense.select(x, rows)
 
-    def rotation(self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor) -> RopeRows:
-        return self._writer.rotation(positions, frequencies, signs)
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor, magnitude: float
+    ) -> RopeRows:
+        return self._dense.rotation(positions, frequencies, signs, magnitude)
 
     def lookup(self, packed: Packed, token_ids: torch.Tensor) -> torch.Tensor:
         self.calls["lookup", self._dense.name] += 1
@@ -155,32 +225,157 @@ class KernelSet:
         self.calls[f"attention.{segment.phase.value}", ops.name] += 1
         return ops.attention(queries, kv, segment, window=window, scale=scale)
 
+    def scale_queries(self, queries: torch.Tensor, positions: torch.Tensor, spec: QueryScale) -> torch.Tensor:
+        """Queries [T, H, d] times the factor of their position. Only the reference has this op, which no backend's
+        arrangement of weights or cache touches; so a model with it is not recorded."""
+        self.calls["scale_queries", ReferenceDense.name] += 1
+        return scale_queries(queries, positions, spec)
+
     def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
         self.calls["ffn", self._dense.name] += 1
         return self._dense.ffn(x, gate_up, down)
 
+    # Latent attention
+
+    def absorb(self, weight: torch.Tensor, shape: LatentShape) -> Absorbed:
+        self.calls["absorb", self._latent_writer.name] += 1
+        return self._latent_writer.absorb(weight, shape)
+
+    def query_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        self.calls["query_norm", self._latent_writer.name] += 1
+        return self._latent_writer.query_norm(x, weight, eps)
+
+    def latent_write(
+        self,
+        queries: torch.Tensor,
+        latent: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        shape: LatentShape,
+        rope: RopeRows | None,
+        kv: LatentKV,
+        write_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        ops = self._latent_writer
+        self.calls["latent_write", ops.name] += 1
+        return ops.latent_write(queries, latent, norm, eps, shape, rope, kv, write_slots)
+
+    def latent_attention(
+        self,
+        queries: torch.Tensor,
+        absorbed: Absorbed,
+        kv: LatentKV,
+        segment: Segment,
+        *,
+        scale: float,
+        visible: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ops = self._latent[segment.phase]
+        self.calls[f"attention.{segment.phase.value}", ops.name] += 1
+        return ops.latent_attention(queries, absorbed, kv, segment, scale=scale, visible=visible)
+
+    def index(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        weights: torch.Tensor,
+        norm: IndexNorm,
+        spec: IndexerSpec,
+        rope: RopeRows,
+        kv: LatentKV,
+        segments: Sequence[Segment],
+        write_slots: torch.Tensor,
+    ) -> Chosen:
+        ops = self._latent_writer
+        self.calls["index", ops.name] += 1
+        return ops.index(queries, keys, weights, norm, spec, rope, kv, segments, write_slots)
+
+    # Linear attention
+
+    def delta(
+        self,
+        rows: DeltaRows,
+        weights: DeltaWeights,
+        spec: DeltaSpec,
+        state: DeltaState,
+        segment: Segment,
+        slots: StateSlots,
+    ) -> torch.Tensor:
+        ops = self._delta[segment.phase]
+        self.calls[f"delta.{segment.phase.value}", ops.name] += 1
+        return ops.delta(rows, weights, spec, state, segment, slots)
+
+    def replay(
+        self, weights: DeltaWeights, spec: DeltaSpec, state: DeltaState, counts: np.ndarray, slots: StateSlots
+    ) -> None:
+        """By the kernel that decodes, whose states these are to be."""
+        ops = self._delta[Phase.DECODE]
+        self.calls["delta.replay", ops.name] += 1
+        ops.replay(weights, spec, state, counts, slots)
+
+    # Experts
+
+    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedRouter:
+        return self._moe.pack_router(weight, bias)
+
+    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+        self.calls["pack_experts", self._moe.name] += 1
+        return self._moe.pack_experts(gate_up, down)
+
+    def route(
+        self,
+        x: torch.Tensor,
+        router: PackedRouter,
+        spec: RouterSpec,
+        top_k: int,
+        shared: Sequence[int],
+        shared_weight: float,
+        gate: torch.Tensor | None,
+    ) -> Routed:
+        self.calls["route", self._moe.name] += 1
+        return self._moe.route(x, router, spec, top_k, shared, shared_weight, gate)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routed: Routed,
+        packed: PackedExperts,
+        *,
+        scale: float,
+        shared: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        self.calls["experts", self._moe.name] += 1
+        return self._moe.experts(x, routed, packed, scale=scale, shared=shared, gate=gate)
+
     def record(self, capacity: int, forward: Callable[[], object]) -> Program | None:
-        """What `forward` asks of these kernels, over `capacity` rows, as one program; None where not all are native."""
-        ops = [self._dense, *self._attention.values()]
-        native = [one for one in ops if isinstance(one, NativeDense | NativeAttention)]
-        if len(native) < len(ops) or not isinstance(self._dense, NativeDense):
+        """What `forward` asks of these kernels, over `capacity` rows, as one program; None where one op or more cannot
+        be part of it, because its backend has no sink."""
+        ops = [self._dense, *self._attention.values(), *self._latent.values(), *self._delta.values()]
+        ops += [] if self._moe_ops is None else [self._moe_ops]
+        sinks = [one for one in ops if isinstance(one, Recordable)]
+        if len(sinks) < len(ops) or not isinstance(self._dense, NativeDense):
             return None
-        recorder, direct, before = Recorder(capacity), [one.sink for one in native], self.calls.copy()
+        recorder, direct, before = Recorder(capacity), [one.sink for one in sinks], self.calls.copy()
         try:
-            for one in native:
+            for one in sinks:
                 one.sink = recorder
             forward()
         finally:
-            for one, sink in zip(native, direct, strict=True):
+            for one, sink in zip(sinks, direct, strict=True):
                 one.sink = sink
         calls, self.calls = self.calls - before, before
+        if {backend for _, backend in calls} - {one.name for one in sinks}:
+            return None
         return Program(self._dense.library, recorder, calls)
 
     def count(self, program: Program, phases: Iterable[Phase]) -> None:
-        """Add the calls of one run. A program attends over all rows at once; each phase in it counts as if alone."""
+        """Add the calls of one run. A program mixes all rows at once; each phase in it counts as if alone."""
+        phases = tuple(phases)
         for (op, backend), times in program.calls.items():
-            if op.startswith("attention."):
-                for phase in phases:
-                    self.calls[f"attention.{phase.value}", backend] += times
+            kind, _, phase = op.partition(".")
+            if phase:
+                for one in phases:
+                    self.calls[f"{kind}.{one.value}", backend] += times
             else:
                 self.calls[op, backend] += times

@@ -23,10 +23,12 @@ UNTESTED = "untested"
 class DeviceCaps:
     """Static facts and self-test verdicts of one host.
 
-    `device` is the best device that can be used ("cpu" or "cuda"); `cores` respects affinity and CPU quota;
+    `device` is the best device that can be used: "cpu", "cuda", or one that an installed kernel package serves
+    (kernels/plugins.py); `cores` respects affinity and CPU quota;
     `memory_bytes` is host memory within its limit, `memory_available` what of it is free now (None: unknown).
-    `gpus` are the CUDA devices that the driver lists, usable or not; `no_cuda` says why they are not usable.
-    `kernels` maps a backend to `passed` or `failed: why`; one that is absent is untested.
+    `gpus` are the CUDA devices that the driver lists, usable or not; `no_cuda` says why they are not usable;
+    `cuda_version` is the one that torch was built for (None: unknown).
+    `kernels` maps a backend, or a part of one, to `passed` or `failed: why`; one that is absent is untested.
     """
 
     device: str
@@ -39,7 +41,13 @@ class DeviceCaps:
     memory_available: int | None = None
     gpus: tuple[Gpu, ...] = ()
     no_cuda: str | None = None
+    cuda_version: str | None = None
     platform: str = ""
+
+    @property
+    def sm(self) -> str | None:
+        """Compute capability of the CUDA device that runs (`9.0`)."""
+        return self.gpus[0].sm if self.device == "cuda" and self.gpus else None
 
     def verdict(self, backend: str) -> str:
         return self.kernels.get(backend, UNTESTED)
@@ -62,6 +70,7 @@ def read_caps(device: str = "auto", root: Path = Path("/")) -> DeviceCaps:
         memory_available=memory.available,
         gpus=gpus,
         no_cuda=no_cuda,
+        cuda_version=host.cuda_version(libraries),
         platform=host.platform_name(),
     )
 
@@ -125,6 +134,10 @@ def _is_text_or_null(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
+def _is_version_or_null(value: Any) -> bool:
+    return value is None or (_is_text(value) and all(part.isdecimal() for part in value.split(".")))
+
+
 def _is_table(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(item, str) for item in cast("Mapping[str, Any]", value).values()
@@ -156,7 +169,7 @@ _EMPTY: Mapping[str, str] = MappingProxyType({})
 _REQUIRED = ("device", "isa", "cores", "memory_bytes")
 _FORMS: Mapping[str, tuple[str, Callable[[Any], bool]]] = MappingProxyType(
     {
-        "device": ('"cpu" or "cuda"', lambda value: value in ("cpu", "cuda")),
+        "device": ("a device's name", lambda value: _is_text(value) and value.isidentifier()),
         "isa": ("a list of flags", _list_of(_is_text)),
         "cores": ("a positive whole number", _is_count),
         "memory_bytes": ("a positive whole number of bytes", _is_count),
@@ -166,6 +179,7 @@ _FORMS: Mapping[str, tuple[str, Callable[[Any], bool]]] = MappingProxyType(
         "kernels": ("an object of backend: verdict", _is_table),
         "gpus": ("a list of {name, memory_bytes, memory_free, sm}", _list_of(_is_gpu)),
         "no_cuda": ("text or null", _is_text_or_null),
+        "cuda_version": ("a version or null", _is_version_or_null),
         "platform": ("text", _is_text),
     }
 )

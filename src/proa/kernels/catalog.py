@@ -6,14 +6,28 @@ Backends that users know from elsewhere are listed too, so that asking for one s
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
-from proa.conditions import Blocked, Blocks, Condition, FactView, Source
+from proa.conditions import Blocked, Condition, FactView, Source
+from proa.kernels.delta_catalog import DELTA_KERNELS, DELTA_OPS
+from proa.kernels.kernel_info import (
+    NATIVE,
+    REFERENCE,
+    Check,
+    KernelInfo,
+    absent,
+    condition,
+    failure,
+    needs_compiler,
+    needs_cpu,
+    needs_cuda,
+    needs_vectors,
+    passed_self_test,
+    phase_op,
+)
 from proa.units import DType, Phase, Storage
 
-REFERENCE = "reference"
-NATIVE = "native"
+MATMUL, MOE = "matmul", "moe"
 ONEDNN = "onednn"
 VECTOR = 16  # elements of a native vector and panel
 # Stored formats that native computes on, with what a block takes in its panels: K formats keep their factors in
@@ -26,19 +40,10 @@ BLOCK_FORMATS: Mapping[DType, Storage] = MappingProxyType(
     }
 )
 MAX_HEAD = 256  # elements of a head that native attention keeps on its stack
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelInfo:
-    """`exact`: a row's result depends on nothing else in the batch, the chunk or the verified rows. Lower `rank` is
-    preferred. `needs` is the requirement in words."""
-
-    op: str
-    backend: str
-    requires: tuple[Condition, ...]
-    needs: str
-    exact: bool
-    rank: int
+MAX_RANK = 512  # elements of a latent row that native attention keeps on its stack
+NATIVE_MIXERS = frozenset({"gqa", "mla", "whole q/k norm", "interleaved rope", "no rope", "query scale"})
+"""What native attention covers, in the words of plan/shapes.py: mixer_words. Any other word of a model rules it out."""
+MAX_GROUPS = 64  # of experts, that native routing keeps on its stack
 
 
 def kernels_for(op: str) -> tuple[KernelInfo, ...]:
@@ -46,64 +51,46 @@ def kernels_for(op: str) -> tuple[KernelInfo, ...]:
     return tuple(sorted((kernel for kernel in CATALOG if kernel.op == op), key=lambda kernel: kernel.rank))
 
 
-def phase_op(op: str, phase: Phase) -> str:
-    return f"{op}.{phase.value}"
-
-
-def _absent(backend: str) -> Condition:
-    def check(_: FactView) -> Blocked:
-        return Blocked(f"no {backend} kernels in this version of Proa", Source.CONSTRAINT)
-
-    return Condition(id=f"kernel.{backend}.absent", reads=(), blocks=Blocks.ALWAYS, check=check)
-
-
-def _needs_cuda(backend: str) -> Condition:
+def _whole_vectors(fact: str) -> Check:
     def check(facts: FactView) -> Blocked | None:
-        device = facts["plan.device"]
-        return None if device == "cuda" else Blocked(f"{backend} needs a CUDA device, not {device}", Source.HARDWARE)
+        odd = {name: [n for n in sizes if n % VECTOR] for name, sizes in facts[fact].items()}
+        shown = ", ".join(f"{name} {size}" for name, sizes in odd.items() for size in sizes)
+        if not shown:
+            return None
+        return Blocked(f"native works on whole vectors of {VECTOR}: {shown}", Source.CHECKPOINT)
 
-    return Condition(id=f"kernel.{backend}.device", reads=("plan.device",), blocks=Blocks.ALWAYS, check=check)
-
-
-def _needs_cpu(backend: str) -> Condition:
-    def check(facts: FactView) -> Blocked | None:
-        device = facts["plan.device"]
-        return None if device == "cpu" else Blocked(f"{backend} runs on the CPU, not on {device}", Source.HARDWARE)
-
-    return Condition(id=f"kernel.{backend}.device", reads=("plan.device",), blocks=Blocks.ALWAYS, check=check)
-
-
-def _needs_compiler(facts: FactView) -> Blocked | None:
-    return None if facts["caps.has_compiler"] else Blocked("no C++ compiler was found", Source.HARDWARE)
-
-
-def _needs_vectors(facts: FactView) -> Blocked | None:
-    isa = facts["caps.isa"]
-    if has_native_vectors(isa):
-        return None
-    return Blocked(f"native needs avx2, fma and f16c or avx512f, not {' '.join(isa)}", Source.HARDWARE)
-
-
-def has_native_vectors(isa: Collection[str]) -> bool:
-    """Whether the native kernels have a variant for a CPU with these flags."""
-    return "avx512f" in isa or {"avx2", "fma", "f16c"} <= set(isa)
-
-
-def _whole_vectors(facts: FactView) -> Blocked | None:
-    odd = {name: size for name, size in facts["spec.sizes"].items() if size % VECTOR}
-    if not odd:
-        return None
-    shown = ", ".join(f"{name} {size}" for name, size in odd.items())
-    return Blocked(f"native works on whole vectors of {VECTOR}: {shown}", Source.CHECKPOINT)
+    return check
 
 
 def _small_heads(facts: FactView) -> Blocked | None:
-    size = facts["spec.sizes"]["head_dim"]
+    size = max(facts["spec.sizes"].get("head_dim", (0,)))
     return (
         None
         if size <= MAX_HEAD
         else Blocked(f"native heads have at most {MAX_HEAD} elements, not {size}", Source.CHECKPOINT)
     )
+
+
+def _small_latent(facts: FactView) -> Blocked | None:
+    sizes = facts["spec.latent_sizes"]
+    rank, odd = max(sizes.get("rank", (0,))), [n for n in sizes.get("nope_dim", ()) if n % 2]
+    if rank > MAX_RANK:
+        return Blocked(f"native latent rows have at most {MAX_RANK} elements, not {rank}", Source.CHECKPOINT)
+    return (
+        Blocked(f"native latent heads are made of pairs, not of {odd[0]} elements", Source.CHECKPOINT) if odd else None
+    )
+
+
+def _few_groups(facts: FactView) -> Blocked | None:
+    groups = facts["spec.router_groups"]
+    if groups <= MAX_GROUPS:
+        return None
+    return Blocked(f"native routes over at most {MAX_GROUPS} groups of experts, not {groups}", Source.CHECKPOINT)
+
+
+def _known_mixers(facts: FactView) -> Blocked | None:
+    others = [word for word in facts["spec.mixers"] if word not in NATIVE_MIXERS]
+    return Blocked(f"native attention does not cover {', '.join(others)}", Source.CONSTRAINT) if others else None
 
 
 def _whole_pages(facts: FactView) -> Blocked | None:
@@ -130,23 +117,26 @@ def _one_arrangement(facts: FactView) -> Blocked | None:
 
 
 def _native_conditions(op: str) -> tuple[Condition, ...]:
-    always = {
-        "compiler": (("caps.has_compiler",), _needs_compiler),
-        "isa": (("caps.isa",), _needs_vectors),
-        "sizes": (("spec.sizes",), _whole_vectors),
-    }
-    if op != "matmul":
-        always |= {
-            "head": (("spec.sizes",), _small_heads),
-            "page_size": (("plan.page_size",), _whole_pages),
-            "kv_dtype": (("plan.kv_dtype", "plan.dtype"), _cache_in_compute_type),
-            "arrangement": (("ask.attention",), _one_arrangement),
-        }
-    stated = (
-        Condition(id=f"kernel.native.{name}", reads=reads, blocks=Blocks.ALWAYS, check=check)
-        for name, (reads, check) in always.items()
-    )
-    return (_needs_cpu(NATIVE), *stated, _passed_self_test(NATIVE))
+    sizes = "spec.expert_sizes" if op == MOE else "spec.sizes"
+    stated = [condition(NATIVE, "sizes", (sizes,), _whole_vectors(sizes))]
+    if op == MOE:
+        stated += [condition(NATIVE, "groups", ("spec.router_groups",), _few_groups), passed_self_test(NATIVE, "moe")]
+    elif op != MATMUL:
+        stated += [
+            condition(NATIVE, "mixers", ("spec.mixers",), _known_mixers),
+            condition(NATIVE, "head", ("spec.sizes",), _small_heads),
+            condition(NATIVE, "latent", ("spec.latent_sizes",), _small_latent),
+            condition(NATIVE, "latent_self_test", ("spec.mixers", failure(NATIVE, "latent")), _passed_latent_test),
+            condition(NATIVE, "page_size", ("plan.page_size",), _whole_pages),
+            condition(NATIVE, "kv_dtype", ("plan.kv_dtype", "plan.dtype"), _cache_in_compute_type),
+            condition(NATIVE, "arrangement", ("ask.attention",), _one_arrangement),
+        ]
+    return (needs_cpu(NATIVE), needs_compiler(NATIVE), needs_vectors(NATIVE), *stated, passed_self_test(NATIVE))
+
+
+def _passed_latent_test(facts: FactView) -> Blocked | None:
+    verdict = facts[failure(NATIVE, "latent")] if "mla" in facts["spec.mixers"] else None
+    return Blocked(f"self-test {verdict}", Source.HARDWARE) if verdict else None
 
 
 def _needs_onednn_vectors(facts: FactView) -> Blocked | None:
@@ -169,41 +159,31 @@ def has_onednn_bf16(isa: Collection[str]) -> bool:
 
 
 def _tested(facts: FactView) -> Blocked | None:
-    if facts["caps.kernels"].get(ONEDNN) is not None:
+    if facts["caps.verdict.onednn"] is not None:
         return None
     return Blocked(
         "no self-test on this host yet: `proa doctor --build` or the first `proa run` does it", Source.HARDWARE
     )
 
 
-def _no_attention(_: FactView) -> Blocked:
-    return Blocked("onednn has matmuls only, no attention", Source.CONSTRAINT)
+def _matmuls_only(op: str) -> Condition:
+    def check(_: FactView) -> Blocked:
+        what = "experts" if op == MOE else "attention"
+        return Blocked(f"onednn has matmuls only, no {what}", Source.CONSTRAINT)
+
+    return condition(ONEDNN, "absent", (), check)
 
 
 def _onednn_conditions(op: str) -> tuple[Condition, ...]:
     """Private ops of torch: a passed self-test is required, where native's may still be to come."""
-    if op != "matmul":
-        absent = Condition(id="kernel.onednn.absent", reads=(), blocks=Blocks.ALWAYS, check=_no_attention)
-        return (absent, _needs_cpu(ONEDNN))
-    stated = (
-        ("isa", ("caps.isa",), _needs_onednn_vectors),
-        ("dtype", ("plan.dtype", "caps.isa"), _onednn_in_this_type),
-        ("tested", ("caps.kernels",), _tested),
-    )
-    conditions = (
-        Condition(id=f"kernel.onednn.{name}", reads=reads, blocks=Blocks.ALWAYS, check=check)
-        for name, reads, check in stated
-    )
-    return (_needs_cpu(ONEDNN), *conditions, _passed_self_test(ONEDNN))
-
-
-def _passed_self_test(backend: str) -> Condition:
-    def check(facts: FactView) -> Blocked | None:
-        verdict: str = facts["caps.failed_kernels"].get(backend, "")
-        return Blocked(f"self-test {verdict}", Source.HARDWARE) if verdict else None
-
-    return Condition(
-        id=f"kernel.{backend}.self_test", reads=("caps.failed_kernels",), blocks=Blocks.ALWAYS, check=check
+    if op != MATMUL:
+        return (_matmuls_only(op), needs_cpu(ONEDNN))
+    return (
+        needs_cpu(ONEDNN),
+        condition(ONEDNN, "isa", ("caps.isa",), _needs_onednn_vectors),
+        condition(ONEDNN, "dtype", ("plan.dtype", "caps.isa"), _onednn_in_this_type),
+        condition(ONEDNN, "tested", ("caps.verdict.onednn",), _tested),
+        passed_self_test(ONEDNN),
     )
 
 
@@ -212,16 +192,27 @@ def _backends(op: str) -> tuple[tuple[str, str, tuple[Condition, ...]], ...]:
     return (
         (NATIVE, "a CPU with avx2 or avx512 and a C++ compiler", _native_conditions(op)),
         (ONEDNN, "a CPU with avx2 or avx512, for matmuls only", _onednn_conditions(op)),
-        ("flashinfer", "a CUDA device", (_absent("flashinfer"), _needs_cuda("flashinfer"))),
-        ("triton", "a CUDA device", (_absent("triton"), _needs_cuda("triton"))),
-        (REFERENCE, "torch", (_passed_self_test(REFERENCE),)),
+        ("flashinfer", "a CUDA device", (absent("flashinfer"), needs_cuda("flashinfer"))),
+        ("triton", "a CUDA device", (absent("triton"), needs_cuda("triton"))),
+        (REFERENCE, "torch", (passed_self_test(REFERENCE),)),
     )
 
 
-OPS = (*(phase_op("attention", phase) for phase in Phase), "matmul")
-CATALOG = tuple(
-    KernelInfo(op=op, backend=backend, requires=requires, needs=needs, exact=backend == NATIVE, rank=rank)
-    for op in OPS
-    for rank, (backend, needs, requires) in enumerate(_backends(op))
+_DENSE_OPS = (*(phase_op("attention", phase) for phase in Phase), MATMUL, MOE)
+OPS = (*_DENSE_OPS, *DELTA_OPS)
+CATALOG = (
+    *(
+        KernelInfo(
+            op=op,
+            backend=backend,
+            requires=requires,
+            needs=needs,
+            exact=backend == NATIVE,
+            rank=rank,
+            has_slots=op == MOE and backend in (NATIVE, REFERENCE),
+        )
+        for op in _DENSE_OPS
+        for rank, (backend, needs, requires) in enumerate(_backends(op))
+    ),
+    *DELTA_KERNELS,
 )
-BACKENDS = tuple(dict.fromkeys(kernel.backend for kernel in CATALOG))

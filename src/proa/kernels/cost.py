@@ -10,15 +10,17 @@ import json
 import os
 import tempfile
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from proa.kernels import host
 
 KERNELS = Path(__file__).parent
+ROLLBACKS = "rollback.json"  # beside the cost tables of runners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,34 @@ class CostTable:
         first = f"{self.rows[0]} row{'s' if self.rows[0] > 1 else ''} {1000 * base:.3g} ms"
         later = (f"{row} x{cost / base:.2f}" for row, cost in zip(self.rows[1:], self.seconds[1:], strict=True))
         return f"{', '.join([first, *later])} (costs {self.digest[:8]})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackCosts:
+    """Seconds that a step of speculation takes with each way of undoing a recurrent state (units.py: Rollback), as
+    they were measured for one family."""
+
+    replay: float
+    states: float
+
+
+_UNMEASURED: Mapping[str, RollbackCosts] = MappingProxyType({})
+
+
+def read_rollbacks(path: Path, note: Callable[[str], None]) -> Mapping[str, RollbackCosts]:
+    """By family, what `path` holds: `{"qwen3_next": {"replay": 0.0012, "states": 0.0015}}`. Empty without such a file;
+    a note names a file that holds something else."""
+    try:
+        given = cast("dict[str, dict[str, float]]", json.loads(path.read_bytes()))
+        table = {family: RollbackCosts(**costs) for family, costs in given.items()}
+        if not all(0 < cost < float("inf") for costs in table.values() for cost in (costs.replay, costs.states)):
+            raise ValueError("seconds must be positive")
+    except FileNotFoundError:
+        return _UNMEASURED
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        note(f"{path}: no table of rollback costs ({type(error).__name__}: {error}); it is passed over")
+        return _UNMEASURED
+    return MappingProxyType(table)
 
 
 def cost_path(cache_dir: Path, plan_digest: str, threads: int, root: Path = Path("/")) -> Path:

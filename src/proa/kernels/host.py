@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,11 @@ ISA_FLAGS = (
     "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16",
     "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve", "sve2",
 )  # fmt: skip
-LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "minijinja", "transformers", "triton", "flashinfer-python")
+CUDA_RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")  # as torch's wheels require them
+LIBRARIES = (
+    "torch", "numpy", "safetensors", "tokenizers", "minijinja", "transformers", "triton", "fla-core",
+    "flashinfer-python", *CUDA_RUNTIMES,
+)  # fmt: skip
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -102,6 +107,15 @@ def why_no_cuda(gpus: tuple[nvml.Gpu, ...], torch_version: str | None) -> str | 
     if torch_version.endswith("+cpu"):
         return f"torch {torch_version} is the CPU build"
     return None
+
+
+def cuda_version(libraries: Mapping[str, str]) -> str | None:
+    """The CUDA that torch was built for: 13.0 of `2.13.0+cu130`, else that of the runtime installed beside it."""
+    tagged = re.fullmatch(r".*\+cu(\d+)(\d)", libraries.get("torch", ""))
+    if tagged:
+        return f"{tagged[1]}.{tagged[2]}"
+    runtimes = (re.match(r"\d+\.\d+", libraries.get(name, "")) for name in CUDA_RUNTIMES)
+    return next((found[0] for found in runtimes if found), None)
 
 
 def _text(path: Path) -> str:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from proa.errors import KernelUnavailable
 from proa.kernels.catalog import ONEDNN
 from proa.kernels.reference.misc import ReferenceDense
-from proa.kernels.seam import Packed
+from proa.kernels.seam import Packed, RopeRows
 from proa.units import DType
 
 
@@ -55,6 +55,9 @@ class OnednnDense:
         gate, up = self.matmul(x, gate_up).chunk(2, dim=-1)
         return self.matmul(F.silu(gate) * up, down)
 
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self._plain.gate(x, gate)
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
         return self._plain.norm(x, weight, eps, dtype)
 
@@ -73,6 +76,11 @@ class OnednnDense:
 
     def table(self, weight: torch.Tensor) -> Packed:
         return self._plain.table(weight)
+
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor, magnitude: float
+    ) -> RopeRows:
+        return self._plain.rotation(positions, frequencies, signs, magnitude)
 
 
 def _private(name: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,16 +16,19 @@ import torch
 
 from proa.errors import KernelUnavailable
 from proa.kernels.caps import UNTESTED, DeviceCaps
-from proa.kernels.catalog import BLOCK_FORMATS, NATIVE, ONEDNN, has_native_vectors, has_onednn_bf16
+from proa.kernels.catalog import BLOCK_FORMATS, ONEDNN, has_onednn_bf16
+from proa.kernels.kernel_info import NATIVE, has_native_vectors
 from proa.kernels.native.abi import Form, load_library
 from proa.kernels.native.build import build, library_path
 from proa.kernels.native.ops import NativeAttention, NativeDense
 from proa.kernels.native.sink import Direct
 from proa.kernels.onednn import OnednnDense
+from proa.kernels.probe_experts import latent_results, moe_results, one_prompt
 from proa.kernels.reference.attention import ReferenceAttention
 from proa.kernels.reference.misc import ReferenceDense
-from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows, Segment, View
+from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
 from proa.kernels.verdicts import (
+    PARTS,
     PASSED,
     onednn_file,
     read_verdict,
@@ -32,7 +36,6 @@ from proa.kernels.verdicts import (
     with_verdict,
     write_verdict,
 )
-from proa.units import Phase
 
 # Relative to the largest value of the expected result. bfloat16 results round once, by at most 2^-9, and the products
 # that led there were rounded too.
@@ -49,7 +52,7 @@ class Probed:
 
 def probe(caps: DeviceCaps, cache: Path, note: Callable[[str], None], *, again: bool = False) -> Probed:
     """Compile and test what is untested; `again`: also what failed before. A failure is noted, never raised."""
-    verdict = _verdict(onednn_file(cache, caps), lambda: self_test_onednn(caps.isa), note, again=again)
+    verdict = _verdict(onednn_file(cache, caps), lambda: self_test_onednn(caps.isa), note, "", again=again)
     caps = with_verdict(caps, ONEDNN, verdict)
     if caps.compiler is None or not has_native_vectors(caps.isa):
         return Probed(caps=caps, library=None)
@@ -57,9 +60,21 @@ def probe(caps: DeviceCaps, cache: Path, note: Callable[[str], None], *, again: 
         library, verdict = _native(cache, caps.compiler, caps.isa, note, again=again)
     except OSError as error:  # no directory to compile into, or a compiler that cannot be started: may change any time
         library, verdict = None, f"failed: {error}"
-    if verdict != PASSED:
-        note(f"native kernels are passed over: {verdict} (`proa doctor --build` tries again)")
-    return Probed(caps=with_verdict(caps, NATIVE, verdict), library=library)
+    verdicts = {NATIVE: verdict} if library is None else {NATIVE: verdict, **_parts(library, note, again=again)}
+    for name, found in verdicts.items():
+        caps = with_verdict(caps, name, found)
+        if found != PASSED:
+            note(f"{name} kernels are passed over: {found} (`proa doctor --build` tries again)")
+    return Probed(caps=caps, library=library)
+
+
+def _parts(library: Path, note: Callable[[str], None], *, again: bool) -> dict[str, str]:
+    """Verdicts of the ops that are judged by themselves."""
+    parts = {name: part for name, part in PARTS.items() if part}
+    return {
+        name: _verdict(library, partial(self_test, library, part), note, part, again=again)
+        for name, part in parts.items()
+    }
 
 
 def _native(
@@ -81,16 +96,16 @@ def _native(
         verdict = f"failed: {str(error).splitlines()[0]}"
         write_verdict(path, verdict, note)
         return None, verdict
-    return library, _verdict(library, lambda: self_test(library), note, again=False)
+    return library, _verdict(library, partial(self_test, library, ""), note, "", again=False)
 
 
-def _verdict(judged: Path, test: Callable[[], str], note: Callable[[str], None], *, again: bool) -> str:
+def _verdict(judged: Path, test: Callable[[], str], note: Callable[[str], None], part: str, *, again: bool) -> str:
     """What is known of `judged`, or what the test says now, which is kept."""
-    known = read_verdict(judged)
+    known = read_verdict(judged, part)
     if known == PASSED or (known is not None and not again):
         return known
     verdict = test()
-    write_verdict(judged, verdict, note)
+    write_verdict(judged, verdict, note, part)
     return verdict
 
 
@@ -99,13 +114,14 @@ def retest(caps: DeviceCaps, cache: Path) -> dict[str, str]:
     verdicts = {ONEDNN: self_test_onednn(caps.isa)}
     if caps.compiler is not None:
         library = library_path(cache, caps.compiler, caps.isa)
-        verdicts[NATIVE] = self_test(library) if library.is_file() else UNTESTED
+        verdicts |= {name: self_test(library, part) if library.is_file() else UNTESTED for name, part in PARTS.items()}
     return verdicts
 
 
-def self_test(library: Path) -> str:
-    """`passed`, or `failed: ` and the first op that differs from the reference, with the difference."""
-    return _judge((dtype, _results(library, dtype)) for dtype in TOLERANCES)
+def self_test(library: Path, part: str) -> str:
+    """`passed`, or `failed: ` and the first op of a part (of PARTS) that differs from the reference, by how much."""
+    results = {"": _results, ".moe": moe_results, ".latent": latent_results}[part]
+    return _judge((dtype, results(library, dtype)) for dtype in TOLERANCES)
 
 
 def self_test_onednn(isa: tuple[str, ...]) -> str:
@@ -200,7 +216,7 @@ def _attention_results(
         torch.from_numpy(pages[0].repeat(page_size).astype(np.int64) * page_size)[:rows]
         + torch.arange(rows) % page_size
     )
-    segment = _segment(rows, pages, slots)
+    segment = one_prompt(rows, pages, slots)
     made = []
     for ops in (NativeAttention(Direct(load_library(library))), ReferenceAttention()):
         cache = [torch.zeros(4 * page_size, 2, 32, dtype=dtype) for _ in "kv"]
@@ -209,21 +225,3 @@ def _attention_results(
         results = [ops.attention(queries, kv, segment, window=window, scale=0.2) for window in (None, 20)]
         made.append((queries, *results))
     yield from zip(("queries", "attention", "windowed attention"), *made, strict=True)
-
-
-def _segment(rows: int, pages: np.ndarray, slots: torch.Tensor) -> Segment:
-    at = torch.arange(rows)
-    causal = at[None] <= at[:, None]
-    near = causal & (at[None] > at[:, None] - 20)
-    return Segment(
-        phase=Phase.PREFILL,
-        first=0,
-        num_rows=rows,
-        requests=1,
-        queries=rows,
-        rows=np.array([[0, rows, 0]]),
-        tables=pages,
-        pad=None,
-        unpad=None,
-        views={None: View(slots=slots, visible=causal[None]), 20: View(slots=slots, visible=near[None])},
-    )

@@ -1,20 +1,23 @@
-"""The seam between layers and kernel backends: the values that cross it and the two protocols a backend implements.
+"""The seam between layers and kernel backends: the values that cross it and the protocols that a backend implements.
 
-Owns no arithmetic. A backend is one file or folder beside `reference`, which defines what every op means.
+Owns no arithmetic. A backend is one file or folder beside `reference`, which defines what every op means. Latent
+attention has a seam of its own (kernels/latent_seam.py).
 
 Legend: T rows (tokens) of a forward, B requests of a segment, Q most rows of one request in it, L most cached rows that
-one request sees, D hidden, H query heads, K key/value heads, G = H / K, d head size, S rows of the cache.
+one request sees, D hidden, H query heads, K key/value heads, G = H / K, d head size, S rows of the cache (of experts:
+slots), E routed experts, k experts of one row, W width of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from proa.arch.blocks import RouterSpec
 from proa.units import DType, Phase
 
 
@@ -41,25 +44,36 @@ class Heads:
     key_value: int
     size: int
 
+    @property
+    def width(self) -> int:
+        """Elements of all heads of a row."""
+        return (self.query + 2 * self.key_value) * self.size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorm:
-    """RMS norm of each query and key head. `weight` [H + K, d] float32: the query's weight per head, then the key's."""
+    """RMS norm of queries and keys. `weight` [H + K, d] float32: the query's weight per head, then the key's.
+
+    Each head is normed by itself, or, if `is_whole`, all query heads of a row as one vector, and all key heads.
+    """
 
     weight: torch.Tensor
     eps: float
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRows:
     """Rotation of each row, float32 [T, 1, r] for the first r of d elements.
 
-    Halves, not neighbours, are pairs: out = x * cos + swap(x) * sin, where swap exchanges the halves; the first half
-    of `sin` carries the minus sign.
+    out = x * cos + swap(x) * sin, where swap exchanges the halves; the first half of `sin` carries the minus sign.
+    `is_interleaved`: pairs are neighbours in x; they are first brought to halves (even elements, then odd ones), and
+    stay there, which no product of queries and keys can see.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +87,39 @@ class LayerKV:
     keys: torch.Tensor
     values: torch.Tensor
     page_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRouter:
+    """A router [E, D] and its correction bias [E] float32 (None: none) as the backend that made it wants them."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """Each row's experts: `slots` [T, k] int32 and `weights` [T, k] float32, in the order in which results are summed:
+    routed ones by falling choice score (equal ones by index), then fused shared ones."""
+
+    slots: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedExperts:
+    """Gated MLPs of S slots in the arrangement of the backend that made them. Only that backend may read the tensors.
+    `width` is that of one expert."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    slots: int
+    width: int
+    hidden: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,19 +208,74 @@ class DenseOps(Protocol):
         """down(silu(gate) * up): x [T, D] -> [T, D]."""
         ...
 
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """X [T, N] * sigmoid(gate [T, N]), in float32 and rounded once; rows of `gate` may be a part of longer ones."""
+        ...
+
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor, magnitude: float
+    ) -> RopeRows:
+        """Each row's rotation, once per forward for all layers.
+
+        `positions` [T]; `frequencies` and `signs` [r] float32; `magnitude` multiplies cosines and sines.
+        """
+        ...
+
+
+class MoEOps(Protocol):
+    """Routing and expert MLPs. Chosen by the plan's `moe_kernel`."""
+
+    name: str
+
+    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedRouter:
+        """Arrange a router's weight [E, D] (compute dtype) and bias [E] (float32)."""
+        ...
+
+    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+        """Arrange `gate_up` [S, 2W, D] and `down` [S, D, W], once, at load. May free the given tensors' memory slot by
+        slot, so that there is no second copy of all experts."""
+        ...
+
+    def route(
+        self,
+        x: torch.Tensor,
+        router: PackedRouter,
+        spec: RouterSpec,
+        top_k: int,
+        shared: Sequence[int],
+        shared_weight: float,
+        gate: torch.Tensor | None,
+    ) -> Routed:
+        """The experts of x [T, D]: scores in float32, choice and weights as arch/blocks.py: RouterSpec says.
+
+        The slots of `shared` follow with weight `shared_weight`, or with sigmoid(x . gate) where `gate` [1, D] is
+        given. Weights are not scaled where `spec.scale` is 1: the plan's layout says where the scale is applied.
+        """
+        ...
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routed: Routed,
+        packed: PackedExperts,
+        *,
+        scale: float,
+        shared: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The sum over the row's slots of weight * down(silu(gate(x)) * up(x)), times `scale`, plus the shared experts.
+
+        x [T, D] -> [T, D] in x's dtype. Products as in DenseOps.ffn; weights and sums in float32, in the order of
+        `routed`. `shared` [T, D] enters as it is, or times sigmoid(x . gate) for `gate` [1, D].
+        """
+        ...
+
 
 class AttentionOps(Protocol):
     """Softmax attention over the paged cache. Chosen by the plan's `attention.<phase>`, one per phase; phases of one
     runner share a cache arrangement."""
 
     name: str
-
-    def rotation(self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor) -> RopeRows:
-        """Each row's rotation, once per forward for all layers.
-
-        `positions` [T]; `frequencies` and `signs` [r] float32.
-        """
-        ...
 
     def write(
         self,
@@ -184,9 +286,9 @@ class AttentionOps(Protocol):
         kv: LayerKV,
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
-        """Norm and rotate the queries and keys of `projected` [T, (H + 2K) * d]; return the queries [T, H, d].
+        """Norm and rotate the queries and keys of `projected` [T, W]; return the queries [T, H, d].
 
-        Keys and values go to the cache rows `write_slots` [T].
+        A row begins with its heads, (H + 2K) * d elements. Keys and values go to the cache rows `write_slots` [T].
         """
         ...
 

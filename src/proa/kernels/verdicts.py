@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from proa.kernels.caps import DeviceCaps
-from proa.kernels.catalog import NATIVE, ONEDNN
+from proa.kernels.catalog import ONEDNN
+from proa.kernels.kernel_info import NATIVE
 from proa.kernels.native.build import library_path
 
 PASSED = "passed"
 FAILED = "failed: "
+# Ops of the native library that are judged by themselves: a fault in one leaves the others in use.
+PARTS: Mapping[str, str] = MappingProxyType({NATIVE: "", f"{NATIVE}.moe": ".moe", f"{NATIVE}.latent": ".latent"})
 NO_FILE = "-"  # stands for the digest where nothing was compiled
 
 
@@ -32,12 +35,14 @@ def with_verdicts(caps: DeviceCaps, cache: Path) -> DeviceCaps:
         library = library_path(cache, caps.compiler, caps.isa)
     except OSError:  # a compiler that cannot be started has judged nothing
         return caps
-    return with_verdict(caps, NATIVE, read_verdict(library))
+    for name, part in PARTS.items():
+        caps = with_verdict(caps, name, read_verdict(library, part))
+    return caps
 
 
-def with_verdict(caps: DeviceCaps, backend: str, verdict: str | None) -> DeviceCaps:
-    """`caps` with that verdict of a backend; None leaves it untested."""
-    return caps if verdict is None else replace(caps, kernels=MappingProxyType({**caps.kernels, backend: verdict}))
+def with_verdict(caps: DeviceCaps, name: str, verdict: str | None) -> DeviceCaps:
+    """`caps` with that verdict of a backend or a part of one; None leaves it untested."""
+    return caps if verdict is None else replace(caps, kernels=MappingProxyType({**caps.kernels, name: verdict}))
 
 
 def onednn_file(cache: Path, caps: DeviceCaps) -> Path:
@@ -46,15 +51,15 @@ def onednn_file(cache: Path, caps: DeviceCaps) -> Path:
     return cache / "kernels" / f"onednn-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]}"
 
 
-def verdict_file(judged: Path) -> Path:
-    """Two lines: `passed` or `failed: why`; the digest of the library that was judged."""
-    return judged.with_suffix(".verdict")
+def verdict_file(judged: Path, part: str = "") -> Path:
+    """Two lines: `passed` or `failed: why`; the digest of the library that was judged. `part`: of PARTS."""
+    return judged.with_suffix(f"{part}.verdict")
 
 
-def read_verdict(judged: Path) -> str | None:
+def read_verdict(judged: Path, part: str = "") -> str | None:
     """None where nothing is known, or what is known is of another library than the one that is there now."""
     try:
-        lines = verdict_file(judged).read_text(encoding="utf-8").splitlines()
+        lines = verdict_file(judged, part).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return None
     if len(lines) != 2 or lines[1] != _digest(judged):
@@ -62,9 +67,9 @@ def read_verdict(judged: Path) -> str | None:
     return lines[0] if lines[0] == PASSED or lines[0].startswith(FAILED) else None
 
 
-def write_verdict(judged: Path, verdict: str, note: Callable[[str], None]) -> None:
+def write_verdict(judged: Path, verdict: str, note: Callable[[str], None], part: str = "") -> None:
     """Keep it for the next start. A directory that cannot be written to costs time, nothing else."""
-    file = verdict_file(judged)
+    file = verdict_file(judged, part)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")

@@ -1,22 +1,17 @@
-"""Grouped-query attention: projections, optional q/k norm, rotation, cache, output. Kernels do the arithmetic."""
+"""Grouped-query attention: projections, optional q/k norm, rotation, cache, gate, output. Kernels do the arithmetic."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from proa.arch.blocks import AttentionSpec
+from proa.arch.blocks import AttentionSpec, RopeSpec
 from proa.kernels.bind import KernelSet
+from proa.kernels.latent_seam import Chosen
 from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
-from proa.layers.base import BuildContext, ForwardBatch, Layer
+from proa.layers.base import BuildContext, ForwardBatch, Layer, Weight
 from proa.layers.linear import ColumnLinear, RowLinear
-
-
-class HeadScale(torch.nn.Module):
-    """The weight [d] of a norm over each head."""
-
-    def __init__(self, ctx: BuildContext) -> None:
-        super().__init__()
-        self.weight = ctx.parameter("weight")
 
 
 class Attention(Layer):
@@ -27,8 +22,8 @@ class Attention(Layer):
         self.qkv = ColumnLinear(ctx.child("qkv"))
         self.o = RowLinear(ctx.child("o"))
         if spec.qk_norm is not None:
-            self.q_norm = HeadScale(ctx.child("q_norm"))
-            self.k_norm = HeadScale(ctx.child("k_norm"))
+            self.q_norm = Weight(ctx.child("q_norm"))
+            self.k_norm = Weight(ctx.child("k_norm"))
         self._spec = spec
         self._heads = Heads(query=spec.num_heads, key_value=spec.num_kv_heads, size=spec.head_dim)
         self._head_norm: HeadNorm | None = None
@@ -37,12 +32,26 @@ class Attention(Layer):
     def finish(self, kernels: KernelSet) -> None:
         norm = self._spec.qk_norm
         if norm is not None:
-            query = self.q_norm.weight.float().expand(self._heads.query, -1)
-            key = self.k_norm.weight.float().expand(self._heads.key_value, -1)
-            self._head_norm = HeadNorm(weight=torch.cat((query, key)), eps=norm.eps)
+            query = self.q_norm.weight.float().view(-1, self._heads.size).expand(self._heads.query, -1)
+            key = self.k_norm.weight.float().view(-1, self._heads.size).expand(self._heads.key_value, -1)
+            weight = torch.cat((query, key)) + norm.offset
+            self._head_norm = HeadNorm(weight=weight, eps=norm.eps, is_whole=norm.is_whole)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch, rope: RopeRows, kv: LayerKV) -> torch.Tensor:
-        queries = self._kernels.attn_in(x, self.qkv.packed, self._heads, self._head_norm, rope, kv, batch.write_slots)
+    def forward(
+        self,
+        x: torch.Tensor,
+        batch: ForwardBatch,
+        ropes: Mapping[RopeSpec, RopeRows],
+        kv: LayerKV,
+        chosen: Chosen | None,
+    ) -> tuple[torch.Tensor, Chosen | None]:
+        """`chosen` is for latent layers only, and handed on."""
+        rope, scaling = ropes[self._spec.rope], self._spec.query_scale
+        queries, rest = self._kernels.attn_in(
+            x, self.qkv.packed, self._heads, self._head_norm, rope, kv, batch.write_slots
+        )
+        if scaling is not None:
+            queries = self._kernels.scale_queries(queries, batch.positions, scaling)
         window, scale = self._spec.window, self._spec.scale
         parts = [
             self._kernels.attention(
@@ -50,4 +59,5 @@ class Attention(Layer):
             )
             for segment in batch.segments
         ]
-        return self.o(parts[0] if len(parts) == 1 else torch.cat(parts))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.o(self._kernels.gate(out, rest) if self._spec.is_gated else out), chosen

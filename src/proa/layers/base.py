@@ -5,19 +5,26 @@ The plan is read while a module is built and not kept: after that a module knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from proa.arch.weights import ParameterInfo
+from proa.arch.blocks import MLASpec
+from proa.arch.decoder import DecoderSpec
+from proa.arch.layout import ParameterInfo
 from proa.dist.mesh import Mesh
 from proa.kernels.bind import KernelNames, KernelSet
+from proa.kernels.delta import StateSlots
 from proa.kernels.seam import Segment
-from proa.plan.runner_plan import RunnerPlan
+from proa.plan.runner_plan import PhasePlan, RunnerPlan
 from proa.units import DType, Phase
+
+if TYPE_CHECKING:
+    from proa.layers.decoder import Decoder
 
 _TORCH_DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
     {
@@ -44,24 +51,42 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return _TORCH_DTYPES[dtype]
 
 
-def kernel_names(plan: RunnerPlan) -> KernelNames:
-    """The kernels that a plan names, for `bind`. A phase whose op does not occur is left out."""
-    phases = {Phase.PREFILL: plan.attention.prefill, Phase.DECODE: plan.attention.decode,
-              Phase.VERIFY: plan.attention.verify}  # fmt: skip
-    attention = {phase: choice.value for phase, choice in phases.items() if choice.value is not None}
-    return KernelNames(matmul=plan.matmul_kernel.value, attention=attention)
+def state_dtype(plan: RunnerPlan) -> DType:
+    """That of the delta states. TypeError where the plan knows no linear attention."""
+    dtype = plan.state_dtype.value
+    if dtype is None:
+        raise TypeError(f"the {plan.role.value} plan of {plan.family} has no linear attention, hence no state_dtype")
+    return dtype
+
+
+def kernel_names(plan: RunnerPlan, spec: DecoderSpec) -> KernelNames:
+    """The kernels that a plan names for a model, for `bind`. A phase whose op does not occur is left out."""
+    return KernelNames(
+        matmul=plan.matmul_kernel.value,
+        attention=_by_phase(plan.attention),
+        is_latent=any(isinstance(layer.mixer, MLASpec) for layer in spec.layers),
+        delta=_by_phase(plan.linear_attention),
+        moe=plan.moe_kernel.value if spec.moe_layers else None,
+    )
+
+
+def _by_phase(plan: PhasePlan) -> dict[Phase, str]:
+    phases = {Phase.PREFILL: plan.prefill, Phase.DECODE: plan.decode, Phase.VERIFY: plan.verify}
+    return {phase: choice.value for phase, choice in phases.items() if choice.value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
     """Passed to every module's __init__ and never stored. `table` gives each parameter's shape by its full name,
-    `prefix` is where in the model the module stands (`layers.3.attn`, empty at the root)."""
+    `prefix` is where in the model the module stands (`layers.3.attn`, empty at the root). `lender` is the built target
+    of a draft that borrows modules (arch/decoder.py: Borrow)."""
 
     plan: RunnerPlan
     table: Mapping[str, ParameterInfo]
     mesh: Mesh
     kernels: KernelSet
     prefix: str
+    lender: Decoder | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,10 +100,10 @@ class BuildContext:
 
     def parameter(self, name: str) -> nn.Parameter:
         """An unfilled parameter on the plan's device; its shape and type stand in the table, nowhere else. A block
-        format's is uint8 [rows, bytes of a row]."""
+        format's is uint8, the last dimension the bytes of a row."""
         info = self.table[self._full(name)]
         if info.dtype is not None and info.dtype.is_block:
-            shape, dtype = (info.shape[0], info.dtype.nbytes(info.shape[1])), torch.uint8
+            shape, dtype = (*info.shape[:-1], info.dtype.nbytes(info.shape[-1])), torch.uint8
         else:
             shape, dtype = info.shape, self.dtype if info.dtype is None else torch_dtype(info.dtype)
         data = torch.empty(shape, dtype=dtype, device=self.plan.device.value)
@@ -102,7 +127,10 @@ class ForwardBatch:
     """Everything that one forward reads besides weights and cache. Built by runner/batch.py.
 
     `token_ids`, `positions`, `write_slots` are [T] int64; `logits_rows` [R] are the batch rows that need logits, None
-    when all do, in order. `segments` cover the T rows in order.
+    when all do, in order. `segments` cover the T rows in order; `states` says for each of them where the states of
+    delta layers come from and go to, and is empty for models without such layers. `hidden` [T, D] are the hidden rows
+    that a draft's rows begin with (arch/decoder.py: EntrySpec), None for others. `wants_hidden`: the rows after the
+    final norm are asked for, too.
     """
 
     token_ids: torch.Tensor
@@ -110,6 +138,9 @@ class ForwardBatch:
     write_slots: torch.Tensor
     segments: tuple[Segment, ...]
     logits_rows: torch.Tensor | None
+    states: tuple[StateSlots, ...] = ()
+    hidden: torch.Tensor | None = None
+    wants_hidden: bool = False
 
 
 class Layer(nn.Module):
@@ -118,3 +149,19 @@ class Layer(nn.Module):
     def finish(self, kernels: KernelSet) -> None:
         """Called once when the parameters are filled: pack weights, compute what depends on them."""
         raise NotImplementedError
+
+    def held(self) -> Iterable[tuple[torch.Tensor, int]]:
+        """The tensors in which its own weights really lie (packed ones, where there are), with their bytes."""
+        return own_parameters(self)
+
+
+def own_parameters(module: nn.Module) -> Iterable[tuple[torch.Tensor, int]]:
+    return [(parameter, parameter.nbytes) for parameter in module.parameters(recurse=False)]
+
+
+class Weight(nn.Module):
+    """A parameter `weight` and nothing else: a kernel reads it together with others."""
+
+    def __init__(self, ctx: BuildContext) -> None:
+        super().__init__()
+        self.weight = ctx.parameter("weight")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from proa.kernels.bind import KernelSet
@@ -59,6 +61,9 @@ class TiedHead(Layer):
         self.packed = packed(kernels, embedding.weight, None, embedding.blocks, embedding.dtype)
         if kernels.has_rows(self.packed):
             embedding.read_from(self.packed)
+
+    def held(self) -> Iterable[tuple[torch.Tensor, int]]:
+        yield self.packed.weight, self.packed.nbytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._kernels.logits(x, self.packed)

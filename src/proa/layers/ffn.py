@@ -20,4 +20,8 @@ class FFN(nn.Module):
         self._mesh = ctx.mesh
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mesh.sum(self._kernels.ffn(x, self.gate_up.packed, self.down.packed))
+        return self._mesh.sum(self.share(x))
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """The part of the sum that lies on this rank."""
+        return self._kernels.ffn(x, self.gate_up.packed, self.down.packed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -27,6 +29,11 @@ class Linear(Layer):
         self.packed = packed(kernels, self.weight, self.bias, self._blocks, self._dtype)
         self.weight = given_up(self.weight, self.packed)
 
+    def held(self) -> Iterable[tuple[torch.Tensor, int]]:
+        yield self.packed.weight, self.packed.nbytes
+        if self.bias is not None:
+            yield self.bias, self.bias.nbytes
+
 
 def packed(
     kernels: KernelSet, weight: torch.Tensor, bias: torch.Tensor | None, blocks: DType | None, dtype: torch.dtype
@@ -37,8 +44,16 @@ def packed(
 
 def given_up(weight: nn.Parameter, packed: Packed) -> nn.Parameter:
     """The parameter, or where the backend packed a copy a placeholder of its shape without memory."""
-    if packed.weight is weight:
-        return weight
+    return weight if packed.weight is weight else _placeholder(weight)
+
+
+def kept(weight: nn.Parameter, packed: torch.Tensor) -> nn.Parameter:
+    """As `given_up`, for weights that a backend may also pack in place or in parts of them."""
+    is_same = packed.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    return weight if is_same else _placeholder(weight)
+
+
+def _placeholder(weight: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
 

@@ -5,6 +5,7 @@ The rules and the ledger are those of loading; no tensor data is read and torch 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from proa.loading.ledger import LoadLedger, ledger_document
@@ -21,7 +22,7 @@ def tensor_counts(resolved: Resolved) -> dict[str, str]:
     """One short phrase per role: `291 placed, 1 tied`."""
     phrases: dict[str, str] = {}
     for role, ledger in open_ledgers(resolved).items():
-        counts = ledger.as_json()["tensors"]
+        counts = ledger.tensor_counts()
         said = [f"{counts[state]} {state.replace('_', ' ')}" for state in counts if state != "total" and counts[state]]
         phrases[role] = ", ".join(said) or "none"
     return phrases
@@ -29,14 +30,18 @@ def tensor_counts(resolved: Resolved) -> dict[str, str]:
 
 def inspect(resolved: Resolved) -> dict[str, Any]:
     """interfaces.md's JSON, and beside it per runner `wrong` (tensors that refuse the load) and `config`."""
-    ledgers = open_ledgers(resolved)
+    return account(resolved, open_ledgers(resolved))
+
+
+def account(resolved: Resolved, ledgers: Mapping[str, LoadLedger]) -> dict[str, Any]:
+    """As `inspect`, from ledgers that are open already."""
     document = ledger_document(ledgers, [planned.checkpoint for planned in resolved.runners])
     for role, ledger in ledgers.items():
         config = resolved.configs[role]
         document["runners"][role] |= {
             "wrong": [
                 {"kind": found.wrong.name.lower(), "name": found.name, "what": found.what, "nearest": list(found.near)}
-                for found in ledger.findings()
+                for found in ledger.findings
             ],
             "config": {"file": config.where, "unknown": plain(config.unknown), "notes": list(config.notes)},
         }

@@ -9,6 +9,7 @@ from enum import Enum
 from proa.arch.weights import as_template
 from proa.checkpoint.types import TensorInfo
 from proa.errors import WeightError
+from proa.plan.digest import plain
 from proa.plan.runner_plan import RunnerPlan
 
 MAX_GROUPS = 20  # lines per error; the rest is counted
@@ -19,6 +20,7 @@ class Wrong(Enum):
 
     SHAPE = "{tensors} of another shape than the model's"
     DTYPE = "{tensors} stored in a type that cannot be theirs"
+    INCOMPLETE = "{tensors} missing beside the other parts of a quantised weight"
     UNCLAIMED = "{tensors} without a place in the model"
     MISSING = "{tensors} missing that the model needs"
 
@@ -58,6 +60,8 @@ def weight_error(findings: Sequence[Finding], plan: RunnerPlan) -> WeightError:
             return WeightError("weights/shape", said, role=role, facts=facts, hint=hint)
         case Wrong.DTYPE:
             return WeightError("weights/dtype", said, role=role, facts=facts, hint=hint)
+        case Wrong.INCOMPLETE:
+            return WeightError("weights/incomplete-group", said, role=role, facts=facts, hint=hint)
         case Wrong.UNCLAIMED:
             return WeightError("weights/unclaimed", said, role=role, facts=facts, hint=hint)
         case Wrong.MISSING:
@@ -90,5 +94,5 @@ def _tensors(count: int) -> str:
 def _plan_leaves(plan: RunnerPlan) -> str:
     """The decisions that say which tensors a model has: the first suspects of a mismatch."""
     leaves = (plan.head, plan.shared_experts, plan.quantization)
-    said = ", ".join(f"{leaf.knob} = {leaf.value}" for leaf in leaves if leaf.value is not None)
+    said = ", ".join(f"{leaf.knob} = {plain(leaf.value)}" for leaf in leaves if leaf.value is not None)
     return f"{plan.role.value} plan: {said}"

@@ -1,49 +1,63 @@
-"""Which stored types a dense tensor may have. Owns the rule that one odd tensor among many equal ones is damage."""
+"""Which stored types a plain tensor may have. Owns the rule that one odd tensor among many equal ones is damage."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable
 
-from proa.arch.weights import as_template
-from proa.checkpoint.types import Checkpoint, TensorInfo
+from proa.checkpoint.types import TensorInfo
 from proa.units import DType
 
-_FLOATS = frozenset({DType.F32, DType.F16, DType.BF16})
+FLOATS = frozenset({DType.F32, DType.F16, DType.BF16})
 _HALVES = frozenset({DType.F16, DType.BF16})
+_GGUF = tuple(dtype for dtype in DType if dtype.is_block or dtype in FLOATS)
 
 
-def expected_dtypes(checkpoint: Checkpoint) -> Mapping[str, tuple[DType, ...]]:
-    """The types that each tensor of the checkpoint may have.
+class PlainTypes:
+    """The types that plain tensors of one runner may have, learnt from all of them (template, tensor).
 
     A GGUF mixes formats on purpose, so there any float or block format will do. In the hub's form a tensor has the type
-    of its template's other layers, or, where it stands alone (embedding, head, last norm), that of the other matrices
-    or vectors; a lone one may also be kept in float32 among halves, which loses nothing. A type that
-    differs from all of these was changed by accident: bits that were written as one type and are read as another.
+    of its template's other layers and experts, or, where it stands alone (embedding, head, last norm), that of most
+    other templates of matrices or vectors; a lone one may also be kept in float32 among halves, which loses nothing. A
+    type that differs from all of these was changed by accident: bits that were written as one type and are read as
+    another.
     """
-    if checkpoint.form == "gguf":
-        allowed = tuple(dtype for dtype in DType if dtype.is_block or dtype in _FLOATS)
-        return dict.fromkeys(checkpoint.tensors, allowed)
-    by_rank: dict[bool, Counter[DType]] = defaultdict(Counter)
-    by_template: dict[str, Counter[DType]] = defaultdict(Counter)
-    for info in checkpoint.tensors.values():
-        if info.dtype in _FLOATS:
-            by_rank[_is_matrix(info)][info.dtype] += 1
-            by_template[as_template(info.name)[0]][info.dtype] += 1
-    return {
-        name: _allowed(by_template[as_template(name)[0]], by_rank[_is_matrix(info)])
-        for name, info in checkpoint.tensors.items()
-    }
+
+    def __init__(self, tensors: Iterable[tuple[str, TensorInfo]], form: str) -> None:
+        self._is_gguf = form == "gguf"
+        self._templates: dict[str, Counter[DType]] = defaultdict(Counter)
+        is_matrix: dict[str, bool] = {}
+        for template, info in tensors:
+            if info.dtype in FLOATS:
+                self._templates[template][info.dtype] += 1
+                is_matrix[template] = _is_matrix(info)
+        votes: dict[bool, Counter[DType]] = {True: Counter(), False: Counter()}
+        for template, matrix in is_matrix.items():
+            votes[matrix].update(_most(self._templates[template])[:1])
+        self._usual = {matrix: _most(counts) for matrix, counts in votes.items()}
+        self._answers: dict[tuple[str, bool], tuple[DType, ...]] = {}
+
+    def of(self, template: str, info: TensorInfo) -> tuple[DType, ...]:
+        """The types that `info` may have."""
+        if self._is_gguf:
+            return _GGUF
+        key = (template, _is_matrix(info))
+        if key not in self._answers:
+            self._answers[key] = self._allowed(*key)
+        return self._answers[key]
+
+    def _allowed(self, template: str, is_matrix: bool) -> tuple[DType, ...]:
+        usual = self._usual[is_matrix] or (DType.F32,)
+        counts = self._templates.get(template, Counter[DType]())
+        if counts.total() < 2:  # noqa: PLR2004  (alone)
+            return (*usual, DType.F32) if _HALVES.intersection(usual) and DType.F32 not in usual else usual
+        tops = _most(counts)
+        return tuple(dtype for dtype in tops if dtype in usual) or tops[:1]
 
 
-def _allowed(template: Counter[DType], rank: Counter[DType]) -> tuple[DType, ...]:
-    """`template`, `rank`: types of the tensors alike in name, and alike in rank."""
-    usual = rank.most_common(1)[0][0] if rank else DType.F32
-    if template.total() < 2:
-        return (usual, DType.F32) if usual in _HALVES else (usual,)
-    most = max(template.values())
-    tops = [dtype for dtype, count in template.items() if count == most]
-    return (usual,) if usual in tops else (tops[0],)
+def _most(counts: Counter[DType]) -> tuple[DType, ...]:
+    """The types with the highest count."""
+    return tuple(dtype for dtype, count in counts.items() if count == max(counts.values()))
 
 
 def _is_matrix(info: TensorInfo) -> bool:

@@ -11,8 +11,9 @@ from typing import Any, cast
 from proa.choice import Choice
 from proa.plan.decision import Decision
 
-MEASURED = frozenset({"caps.memory_available"})
-"""Facts that change from one minute to the next. A decision that reads one enters a digest by its ask alone."""
+MEASURED = frozenset({"caps.memory_available", "measured.rollback"})
+"""Facts that change from one minute to the next, or when somebody measures. A decision that reads one enters a digest
+by its ask alone."""
 
 
 def plain(value: Any) -> Any:

@@ -25,7 +25,11 @@ def explain_json(plans: PlanSet, costs: Mapping[str, CostTable]) -> dict[str, An
         },
         "pair": None if plans.contract is None else _pair_json(plans.contract),
         "engine": {knob: decision_json(decision) for knob, decision in engine_decisions(plans).items()},
-        "memory": {"page_bytes": dict(plans.memory.page_bytes), "weights_bytes": dict(plans.memory.weights_bytes)},
+        "memory": {
+            "page_bytes": dict(plans.memory.page_bytes),
+            "state_bytes": dict(plans.memory.state_bytes),
+            "weights_bytes": dict(plans.memory.weights_bytes),
+        },
         "costs": {role: table.to_json() for role, table in costs.items()},
         "digest": plans.digest,
     }
@@ -37,8 +41,9 @@ def engine_decisions(plans: PlanSet) -> dict[str, Decision[Any]]:
     pair = () if contract is None else (contract.num_draft_tokens, contract.verification)
     limits, pages = plans.schedule, plans.memory
     shared = (
-        *(limits.max_num_seqs, limits.max_model_len, limits.prefill_chunk),
-        *(pages.target_pages, pages.draft_pages, plans.host.threads),
+        *(limits.max_num_seqs, limits.max_model_len, limits.prefill_chunk, limits.prefill_alignment),
+        *(pages.target_pages, pages.draft_pages, *pages.state_slots.values(), *pages.snapshot_slots.values()),
+        plans.host.threads,
     )
     return {decision.knob: decision for decision in (plans.speculative, *pair, *shared)}
 
@@ -56,14 +61,14 @@ def _runner_json(plan: RunnerPlan) -> dict[str, Any]:
 
 
 def _pair_json(contract: DraftContract) -> dict[str, Any]:
-    """Taps, borrows and vocabulary maps belong to drafts inside a target; a standalone draft has none."""
+    """Taps and borrows are those of a draft that lives on its target; no draft here has a vocabulary of its own."""
     return {
         "algorithm": contract.algorithm.value,
         "num_draft_tokens": contract.num_draft_tokens.value,
         "measures_length": contract.measures_length,
         "verification": contract.verification.value.value,
-        "taps": [],
-        "borrows": [],
+        "taps": [{"point": tap.point.value, "width": tap.width} for tap in contract.taps],
+        "borrows": [module.value for module in contract.borrows],
         "vocab_map": None,
         "draft_vocab": contract.draft_vocab,
         "max_positions": contract.max_positions,
@@ -95,7 +100,8 @@ def cost_lines(costs: Mapping[str, CostTable]) -> list[str]:
 
 
 def _title(plan: RunnerPlan) -> str:
-    return f"{plan.role.value} ({plan.family}, {plan.num_layers} layers, {plan.digest[:8]})"
+    layers = f"{plan.num_layers} layer{'s' * (plan.num_layers > 1)}"
+    return f"{plan.role.value} ({plan.family}, {layers}, {plan.digest[:8]})"
 
 
 def _row(knob: str, plans: PlanSet) -> tuple[str, str, str, str]:
@@ -124,7 +130,10 @@ def _memory(plans: PlanSet) -> tuple[str, str, str]:
 
     def cell(role: str, pages: int) -> str:
         cache = format_bytes(pages * memory.page_bytes[role])
-        return f"{format_bytes(memory.weights_bytes[role])} weights, {pages} pages ({cache})"
+        running, kept = memory.state_slots[role].value, memory.snapshot_slots[role].value
+        states = format_bytes((running + kept) * memory.state_bytes[role])
+        more = f", {running}+{kept} states ({states})" if running else ""
+        return f"{format_bytes(memory.weights_bytes[role])} weights, {pages} pages ({cache}){more}"
 
     draft = cell("draft", memory.draft_pages.value) if plans.draft else ""
     return cell("target", memory.target_pages.value), draft, _why(memory.target_pages)
@@ -136,6 +145,8 @@ def _pair_lines(contract: DraftContract | None) -> Iterator[str]:
     held = [v.condition.removeprefix("pair.") for v in contract.checks.verdicts if v.reason is None]
     if held:
         yield f"ok: {', '.join(held)}"
+    if contract.borrows:
+        yield f"borrowed from the target: {', '.join(module.value for module in contract.borrows)}"
     yield from (f"note: {note.reason}" for note in contract.checks.notes)
 
 

@@ -1,11 +1,13 @@
-"""Bytes of one runner's weights in memory, from its plan and parameter table. What is built must be equal."""
+"""Bytes of one runner's weights and states in memory, from its plan, parameters and spec. What is built is equal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
 
-from proa.arch.weights import ParameterInfo
+from proa.arch.decoder import DecoderSpec
+from proa.arch.delta_blocks import DeltaSpec
+from proa.arch.layout import ParameterInfo
 from proa.kernels.catalog import BLOCK_FORMATS, ONEDNN
 from proa.plan.runner_plan import RunnerPlan
 from proa.units import DType
@@ -19,6 +21,23 @@ def weights_bytes(parameters: Mapping[str, ParameterInfo], plan: RunnerPlan) -> 
     return sum(sizes.values()) + (
         sizes[EMBEDDING] if copies_embedding(plan.matmul_kernel.value, plan.head.value) else 0
     )
+
+
+def state_bytes(spec: DecoderSpec, plan: RunnerPlan) -> int:
+    """Of one request's states that do not grow with it, over all layers: a slot."""
+    return sum(
+        (plan.dtype.value if tensor.dtype is None else plan.state_dtype.value or tensor.dtype).nbytes(
+            prod(tensor.shape)
+        )
+        for layer in spec.layers
+        for tensor in layer.state.recurrent
+    )
+
+
+def kept_bytes(spec: DecoderSpec, plan: RunnerPlan) -> int:
+    """Of one verified row's inputs, kept to be applied again, over all layers."""
+    widths = (layer.mixer.kept_width for layer in spec.layers if isinstance(layer.mixer, DeltaSpec))
+    return plan.dtype.value.nbytes(sum(widths))
 
 
 def _packed_bytes(info: ParameterInfo, compute: DType) -> int:

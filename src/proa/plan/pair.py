@@ -5,10 +5,10 @@ Plans of neither runner are looked at: a pair fits or does not fit by what the m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from proa.arch.decoder import DecoderSpec
+from proa.arch.decoder import DecoderSpec, DraftSpec
 from proa.checkpoint.types import Checkpoint
 from proa.checkpoint.vocab import token_texts
 from proa.conditions import Blocked, Blocks, Condition, FactView, Source, evaluate
@@ -81,9 +81,46 @@ STANDALONE = (
 """ALWAYS conditions refuse the pair; AUTO ones are remarks about a pair that works."""
 
 
-def check_pair(facts: Mapping[str, Any]) -> PairCheck:
+def _same(what: str, fact: str) -> Condition:
+    def check(facts: FactView) -> Blocked | None:
+        target, draft = facts[f"target.{fact}"], facts[f"draft.{fact}"]
+        if target == draft:
+            return None
+        return Blocked(f"{what}: {target} in the target, {draft} in the draft", Source.CHECKPOINT)
+
+    return _condition(fact, (f"target.{fact}", f"draft.{fact}"), Blocks.ALWAYS, check)
+
+
+def _follows_last_layer(facts: FactView) -> Blocked | None:
+    target, layers = facts["target.num_layers"], facts["draft.layers"]
+    if layers == [target]:
+        return None
+    said = ", ".join(map(str, layers))
+    return Blocked(
+        f"the target ends before layer {target}, where the draft's one layer must be; it has {said}", Source.CHECKPOINT
+    )
+
+
+def _taps_fit(facts: FactView) -> Blocked | None:
+    width, taps = facts["target.hidden"], facts["draft.taps"]
+    if taps and all(tap == width for tap in taps):
+        return None
+    return Blocked(f"the target's hidden rows are {width} wide, the draft reads {taps}", Source.CHECKPOINT)
+
+
+BUNDLED = (
+    _same("embedding rows", "vocab"),
+    _same("hidden size", "hidden"),
+    _condition("layers", ("target.num_layers", "draft.layers"), Blocks.ALWAYS, _follows_last_layer),
+    _condition("taps", ("target.hidden", "draft.taps"), Blocks.ALWAYS, _taps_fit),
+    _condition("context", ("schedule.max_model_len", "draft.max_positions"), Blocks.AUTO, _reaches_as_far),
+)
+"""The same for a draft layer that reads its target's hidden rows and borrows its embedding and head."""
+
+
+def check_pair(conditions: Sequence[Condition], facts: Mapping[str, Any]) -> PairCheck:
     """Raises PlanError `plan/pair` with every reason why the draft cannot propose for the target."""
-    verdicts = evaluate(STANDALONE, facts)
+    verdicts = evaluate(conditions, facts)
     refused = [v.blocked.reason for v in verdicts if v.blocked and v.condition.blocks is Blocks.ALWAYS]
     if refused:
         raise PlanError(
@@ -91,7 +128,7 @@ def check_pair(facts: Mapping[str, Any]) -> PairCheck:
             f"this draft cannot propose for this target: {refused[0]}.",
             role="draft",
             facts=refused[1:],
-            hint="a draft needs the target's tokenizer, id by id",
+            hint="a draft needs its target's tokenizer, id by id; a nextn layer its very target",
         )
     return PairCheck(
         verdicts=tuple(
@@ -123,8 +160,7 @@ def standalone_contract(
     facts: Mapping[str, Any], length: Decision[int], verification: Decision[Verification]
 ) -> DraftContract:
     """The contract of a draft with its own runner. Its meaningful logits are those of ids that both know."""
-    checks = check_pair(facts)
-    reach = facts["draft.max_positions"]
+    checks = check_pair(STANDALONE, facts)
     return DraftContract(
         algorithm=Algorithm.STANDALONE,
         num_draft_tokens=length,
@@ -132,8 +168,51 @@ def standalone_contract(
         verification=verification,
         draft_vocab=min(facts["draft.tokens"].count, facts["target.vocab"]),
         checks=checks,
-        max_positions=reach if reach < facts["schedule.max_model_len"] else None,
+        max_positions=_limit(facts),
     )
+
+
+def bundled_facts(peer: TargetFacts, draft: DraftSpec, max_model_len: int) -> dict[str, Any]:
+    decoder = draft.decoder
+    return {
+        "target.vocab": peer.vocab,
+        "target.hidden": peer.hidden,
+        "target.num_layers": peer.num_layers,
+        "draft.vocab": decoder.vocab,
+        "draft.hidden": decoder.hidden,
+        "draft.layers": [layer.index for layer in decoder.layers],
+        "draft.taps": [tap.width for tap in draft.taps],
+        "draft.max_positions": decoder.max_positions,
+        "schedule.max_model_len": max_model_len,
+    }
+
+
+def bundled_contract(
+    draft: DraftSpec,
+    peer: TargetFacts,
+    max_model_len: int,
+    length: Decision[int],
+    verification: Decision[Verification],
+) -> DraftContract:
+    """The contract of a draft layer beside its target. The head is the target's, so all its logits are meaningful."""
+    facts = bundled_facts(peer, draft, max_model_len)
+    return DraftContract(
+        algorithm=draft.algorithm,
+        num_draft_tokens=length,
+        measures_length=_measures(length),
+        verification=verification,
+        draft_vocab=peer.vocab,
+        checks=check_pair(BUNDLED, facts),
+        max_positions=_limit(facts),
+        taps=draft.taps,
+        borrows=draft.decoder.borrows,
+    )
+
+
+def _limit(facts: Mapping[str, Any]) -> int | None:
+    """Positions beyond which nothing is proposed, where the draft reaches less far than requests may."""
+    reach = facts["draft.max_positions"]
+    return reach if reach < facts["schedule.max_model_len"] else None
 
 
 def _measures(length: Decision[int]) -> bool:

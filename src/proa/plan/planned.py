@@ -8,33 +8,43 @@ from typing import Any
 
 from proa.arch.config_keys import ConfigReport
 from proa.arch.decoder import DecoderSpec
-from proa.arch.family import Family
-from proa.arch.weights import NameMap, ParameterInfo
+from proa.arch.family import Family, Weights
+from proa.arch.layout import ParameterInfo
+from proa.arch.weights import NameMap
+from proa.checkpoint.quant import QuantSpec
 from proa.checkpoint.types import Checkpoint
+from proa.kernels.plugins import KernelPlugin
 from proa.plan.runner_plan import PlanSet, RunnerPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """`names` answers for every stored tensor name what becomes of it, `--allow-unexpected` included; `parameters` is
-    the table that `names` was proved to fill exactly once (shapes; dtype None = `plan.dtype.value`)."""
+    the table that `names` was proved to fill exactly once (shapes; dtype None = `plan.dtype.value`). `weights` gives
+    this runner's own rules for any layout; `quant` is what its config says of quantised weights."""
 
     checkpoint: Checkpoint
     family: Family
     spec: DecoderSpec
     plan: RunnerPlan
+    weights: Weights
+    quant: QuantSpec | None
     names: NameMap
     parameters: Mapping[str, ParameterInfo]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The plans, what loading needs per runner, and per role the config keys that nobody reads."""
+    """The plans, what loading needs per runner, and per role the config keys that nobody reads.
+
+    `plugins` are the kernels of other packages that the plans may name: their ops are bound from here.
+    """
 
     plans: PlanSet
     target: Planned
     draft: Planned | None
     configs: Mapping[str, ConfigReport]
+    plugins: tuple[KernelPlugin, ...]
 
     @property
     def runners(self) -> tuple[Planned, ...]:

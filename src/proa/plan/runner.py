@@ -6,58 +6,47 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import Any
 
+from proa.arch.layout import WeightLayout
 from proa.arch.parameters import decoder_parameters
-from proa.arch.weights import NameMap, Place, Unknown, WeightLayout
+from proa.arch.weights import NameMap, Place, Unknown
 from proa.errors import WeightError
 from proa.kernels.catalog import BLOCK_FORMATS
 from proa.plan.context import RunnerContext, runner_facts
-from proa.plan.digest import digest_of, stable
-from proa.plan.footprint import weights_bytes
+from proa.plan.digest import digest_of, plain, stable
+from proa.plan.footprint import kept_bytes, state_bytes, weights_bytes
 from proa.plan.planned import Planned
-from proa.plan.rules import absent, host, kernels, layout, quant
+from proa.plan.rules import host, kernels, layout, linear_attention, moe, quant
 from proa.plan.rules.memory import RunnerSize
+from proa.plan.rules.states import StateSize
 from proa.plan.runner_plan import RunnerPlan
-from proa.units import DType
+from proa.plan.stored import plain_layout
+from proa.units import DType, Role
 
 
-def plan_runner(ctx: RunnerContext, allow_unexpected: tuple[str, ...]) -> Planned:
-    """Every decision of one runner, from its own context only.
-
-    Raises PlanError for an ask that cannot be met, WeightError for a glob that would hide a tensor in use.
-    """
-    plan = _decide(ctx)
-    names = NameMap(ctx.family.weights(ctx.spec, plan.layout))
-    parameters = decoder_parameters(ctx.spec, plan.layout)
-    names.check(parameters)
-    return Planned(
-        checkpoint=ctx.checkpoint,
-        family=ctx.family,
-        spec=ctx.spec,
-        plan=plan,
-        names=names.allowing(_allowed(ctx, names, plan.layout, allow_unexpected)),
-        parameters=MappingProxyType(parameters),
-    )
-
-
-def _decide(ctx: RunnerContext) -> RunnerPlan:
-    facts = dict(runner_facts(ctx))
+def decide(ctx: RunnerContext) -> RunnerPlan:
+    """Every decision of one runner, from its own context only. Raises PlanError for an ask that cannot be met."""
+    decided: dict[str, Any] = {}
+    facts = runner_facts(ctx) | decided
     device = host.device(ctx, facts)
-    facts["plan.device"] = device.value
+    decided["plan.device"] = device.value
     dtype = quant.dtype(ctx, facts)
-    facts["plan.dtype"] = dtype.value.value
+    decided["plan.dtype"] = dtype.value.value
     kv_dtype, page_size = quant.kv_dtype(ctx, facts), layout.page_size(ctx, facts)
-    facts |= {"plan.kv_dtype": kv_dtype.value.value, "plan.page_size": page_size.value}
-    head = layout.head(ctx, facts)
-    facts["plan.head"] = head.value
-    attention, matmul = kernels.attention(ctx, facts), kernels.matmul(ctx, facts)
+    decided |= {"plan.kv_dtype": kv_dtype.value.value, "plan.page_size": page_size.value}
+    head, states = layout.head(ctx, facts), linear_attention.state_dtype(ctx, facts)
+    decided |= {"plan.head": head.value, "plan.state_dtype": plain(states.value)}
+    attention, matmul, experts = kernels.attention(ctx, facts), kernels.matmul(ctx, facts), kernels.moe(ctx, facts)
+    linear = linear_attention.linear_attention(ctx, facts)
     tied = head.value == layout.TIED
     blocks = stored_blocks(ctx, tied)
-    facts |= {"plan.matmul_kernel": matmul.value, "stored.blocks": [[name, dtype.value] for name, dtype in blocks]}
-    quantization = quant.quantization(ctx, facts)
+    decided |= {"plan.matmul_kernel": matmul.value, "plan.moe_kernel": experts.value}
+    decided["stored.blocks"] = [[name, dtype.value] for name, dtype in blocks]
+    quantization, shared = quant.quantization(ctx, facts), moe.shared_experts(ctx, facts)
     plan = RunnerPlan(
         role=ctx.role,
-        family=ctx.family.name,
+        family=ctx.name,
         checkpoint=str(ctx.checkpoint.path),
         num_layers=len(ctx.spec.layers),
         device=device,
@@ -65,28 +54,52 @@ def _decide(ctx: RunnerContext) -> RunnerPlan:
         kv_dtype=kv_dtype,
         quantization=quantization,
         attention=attention,
-        linear_attention=absent.linear_attention(ctx, facts),
+        linear_attention=linear,
+        state_dtype=states,
+        rollback=linear_attention.rollback(ctx, facts),
         matmul_kernel=matmul,
-        moe_kernel=absent.moe_kernel(ctx, facts),
-        shared_experts=absent.shared_experts(ctx, facts),
-        numerics=kernels.numerics(ctx, facts, attention, matmul),
+        moe_kernel=experts,
+        shared_experts=shared.decision,
+        numerics=kernels.numerics(ctx, facts, attention, linear, matmul, experts),
         parallel=layout.parallel(ctx, facts),
         page_size=page_size,
         head=head,
-        layout=WeightLayout(tied_head=tied, blocks=blocks if quantization.value != quant.NONE else ()),
+        layout=WeightLayout(
+            tied_head=tied, moe=shared.layouts, blocks=blocks if quantization.value != quant.NONE else ()
+        ),
         digest="",
     )
     return replace(plan, digest=_digest(ctx, plan))
 
 
+def planned(ctx: RunnerContext, plan: RunnerPlan, names: NameMap, allow_unexpected: tuple[str, ...]) -> Planned:
+    """What loading needs of a runner. `names` is the map of its rules in the plan's layout, with what its checkpoint
+    holds beside them.
+
+    Raises WeightError for rules that do not fill the model, and for a glob that would hide a tensor in use.
+    """
+    parameters = decoder_parameters(ctx.spec, plan.layout)
+    names.check(parameters)
+    return Planned(
+        checkpoint=ctx.checkpoint,
+        family=ctx.family,
+        spec=ctx.spec,
+        plan=plan,
+        weights=ctx.weights,
+        quant=ctx.quant,
+        names=names.allowing(_allowed(ctx, names, plan.layout, allow_unexpected)),
+        parameters=MappingProxyType(parameters),
+    )
+
+
 def stored_blocks(ctx: RunnerContext, tied_head: bool) -> tuple[tuple[str, DType], ...]:
     """Linear maps all of whose stored parts are blocks of one format that kernels compute on, with that format."""
-    layout = WeightLayout(tied_head=tied_head)
     stored: dict[str, set[DType]] = {}
-    for source, place in NameMap(ctx.family.weights(ctx.spec, layout)).expected().items():
-        if source in ctx.checkpoint.tensors:
-            stored.setdefault(place.parameter, set()).add(ctx.checkpoint.tensors[source].dtype)
+    for group in ctx.found.groups:
+        for parameter in group.parameters:
+            stored.setdefault(parameter, set()).add(group.main.dtype)
     kept: list[tuple[str, DType]] = []
+    layout = replace(plain_layout(ctx.spec, ctx.found.files), tied_head=tied_head)
     for name, info in decoder_parameters(ctx.spec, layout).items():
         is_linear = len(info.shape) == 2 and (tied_head or name != "embed.weight")
         formats = stored.get(name, set())
@@ -98,7 +111,8 @@ def stored_blocks(ctx: RunnerContext, tied_head: bool) -> tuple[tuple[str, DType
 def _digest(ctx: RunnerContext, plan: RunnerPlan) -> str:
     """Covers what the model is and every decision; where the files lie and what is measured are not in it."""
     decisions = {knob: stable(decision) for knob, decision in plan.decisions().items()}
-    return digest_of([plan.role, asdict(ctx.spec), decisions, asdict(plan.layout)])
+    draft = None if ctx.draft is None else asdict(ctx.draft)
+    return digest_of([plan.role, draft or asdict(ctx.spec), decisions, asdict(plan.layout)])
 
 
 def _allowed(ctx: RunnerContext, names: NameMap, chosen: WeightLayout, globs: Iterable[str]) -> dict[str, str]:
@@ -107,11 +121,7 @@ def _allowed(ctx: RunnerContext, names: NameMap, chosen: WeightLayout, globs: It
     Raises WeightError `weights/glob-hides-tensor` for a glob over a tensor that another layout would place: it is in
     use, only not by this plan, and allowing it would hide a wrong layout.
     """
-    others = [
-        NameMap(ctx.family.weights(ctx.spec, other))
-        for other in (WeightLayout(tied_head=True), WeightLayout(tied_head=False))
-        if other != chosen
-    ]
+    others = _other_maps(ctx, chosen) if globs else ()
     allowed: dict[str, str] = {}
     for glob in globs:
         for name in ctx.checkpoint.tensors:
@@ -122,7 +132,7 @@ def _allowed(ctx: RunnerContext, names: NameMap, chosen: WeightLayout, globs: It
                     "weights/glob-hides-tensor",
                     f"--allow-unexpected {glob!r} covers {name}, which another layout of this model would place.",
                     role=ctx.role.value,
-                    facts=(f"plan: tied_head = {chosen.tied_head}",),
+                    facts=(f"plan: head = {'tied' if chosen.tied_head else 'own'}",),
                     hint="narrow the glob",
                 )
             if isinstance(names.claim(name), Unknown):
@@ -130,14 +140,26 @@ def _allowed(ctx: RunnerContext, names: NameMap, chosen: WeightLayout, globs: It
     return allowed
 
 
-def runner_size(planned: Planned, *, slack: int) -> RunnerSize:
-    """Bytes of one runner's resident weights and of one of its cache pages."""
-    plan = planned.plan
-    row = sum(layer.state.kv_width for layer in planned.spec.layers) * plan.kv_dtype.value.nbytes(1)
+def _other_maps(ctx: RunnerContext, chosen: WeightLayout) -> tuple[NameMap, ...]:
+    """The rules in every other layout: tied or own head, shared experts fused or separate."""
+    return tuple(
+        NameMap(ctx.weights(ctx.spec, other))
+        for tied in (True, False)
+        for moe_layout in moe.both_layouts(ctx)
+        if (other := WeightLayout(tied_head=tied, moe=moe_layout)) != replace(chosen, blocks=())
+    )
+
+
+def runner_size(planned: Planned, *, draft_tokens: int) -> RunnerSize:
+    """Bytes of one runner's resident weights, of one of its cache pages and of a request's states, where up to
+    `draft_tokens` are proposed."""
+    plan, spec = planned.plan, planned.spec
+    row = sum(layer.state.kv_width for layer in spec.layers) * plan.kv_dtype.value.nbytes(1)
     return RunnerSize(
         role=plan.role,
         weights_bytes=weights_bytes(planned.parameters, plan),
         page_bytes=row * plan.page_size.value,
         page_size=plan.page_size.value,
-        slack=slack,
+        slack=draft_tokens if plan.role is Role.DRAFT else 0,
+        states=StateSize.of(state_bytes(spec, plan), kept_bytes(spec, plan), plan.rollback.value, draft_tokens),
     )

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from proa.arch.weights import WeightLayout
+from proa.arch.decoder import Borrow, HiddenTap
+from proa.arch.layout import WeightLayout
 from proa.plan.decision import Decision, Note
-from proa.units import Algorithm, DType, Numerics, Role, Verification
+from proa.units import Algorithm, DType, Numerics, Role, Rollback, Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +25,18 @@ class PhasePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttentionPlan(PhasePlan):
+    """The kernels of linear attention. A layer of it is built from this, and runs what stands here, nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerPlan:
     """Every decision of one runner. `digest` is a stable hash of all of it: equal digests mean nothing leaked.
 
-    `device` is a torch device string ("cpu", "cuda", "meta"). `page_size` counts rows per cache page.
+    `family` names the algorithm of a bundled draft too (`glm4_moe/nextn`). `device` is a torch device string ("cpu",
+    "cuda", "meta"). `shared_experts` has one value, or one per group of layers (`{"1..3": FUSED, "4": SEPARATE}`).
+    `page_size` counts rows per cache page. `state_dtype` is that of the delta state (convolution states have the
+    compute type), `rollback` how a rejected proposal's is undone; both are None without linear attention.
     """
 
     role: Role
@@ -39,10 +48,12 @@ class RunnerPlan:
     kv_dtype: Decision[DType]
     quantization: Decision[str]
     attention: PhasePlan
-    linear_attention: PhasePlan
+    linear_attention: LinearAttentionPlan
+    state_dtype: Decision[DType | None]
+    rollback: Decision[Rollback | None]
     matmul_kernel: Decision[str]
     moe_kernel: Decision[str | None]
-    shared_experts: Decision[str | None]
+    shared_experts: Decision[Any]
     numerics: Decision[Numerics]
     parallel: Decision[str]
     page_size: Decision[int]
@@ -54,8 +65,8 @@ class RunnerPlan:
         """Every leaf by its knob, in the order in which explain prints them."""
         leaves: list[Decision[Any]] = []
         for part in (self.device, self.dtype, self.quantization, self.kv_dtype, self.numerics, self.attention,
-                     self.linear_attention, self.matmul_kernel, self.moe_kernel, self.shared_experts, self.parallel,
-                     self.page_size, self.head):  # fmt: skip
+                     self.linear_attention, self.state_dtype, self.rollback, self.matmul_kernel, self.moe_kernel,
+                     self.shared_experts, self.parallel, self.page_size, self.head):  # fmt: skip
             leaves += [part] if isinstance(part, Decision) else [part.prefill, part.decode, part.verify]
         return {leaf.knob: leaf for leaf in leaves}
 
@@ -83,6 +94,7 @@ class DraftContract:
     measured costs and acceptance, else it is that number. `draft_vocab` is how many logits of the draft are meaningful
     to the target (both vocabularies agree id by id up to there); None for a drafter without a runner. `max_positions`
     is how many positions the draft was trained for: nothing is proposed beyond them; None where there is no such limit.
+    `taps` are the hidden rows that the target gives its drafter, `borrows` the modules that the draft takes from it.
     """
 
     algorithm: Algorithm
@@ -92,25 +104,37 @@ class DraftContract:
     draft_vocab: int | None
     checks: PairCheck
     max_positions: int | None = None
+    taps: tuple[HiddenTap, ...] = ()
+    borrows: tuple[Borrow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Pages of each runner's pool (0 without a draft runner), and the bytes behind them."""
+    """Pages of each runner's pool (0 without a draft runner), slots for states that do not grow, and their bytes.
+
+    By role: `state_slots` are for running requests, `snapshot_slots` for states that later requests may begin from;
+    both are 0 without linear attention. `kept_rows` are inputs of verified rows, kept to be applied again.
+    """
 
     target_pages: Decision[int]
     draft_pages: Decision[int]
+    state_slots: Mapping[str, Decision[int]]
+    snapshot_slots: Mapping[str, Decision[int]]
+    kept_rows: Mapping[str, int]
     page_bytes: Mapping[str, int]
+    state_bytes: Mapping[str, int]
     weights_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulePlan:
-    """Limits of one step. `prefill_chunk` counts prompt tokens per step, over all requests."""
+    """Limits of one step. `prefill_chunk` counts prompt tokens per step, over all requests. A chunk of a prompt ends at
+    an absolute multiple of `prefill_alignment` tokens, or at the prompt's end."""
 
     max_num_seqs: Decision[int]
     max_model_len: Decision[int]
     prefill_chunk: Decision[int]
+    prefill_alignment: Decision[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

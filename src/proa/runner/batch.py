@@ -9,6 +9,8 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from proa.cache.state_values import StateSpan
+from proa.kernels.delta import StateSlots
 from proa.kernels.seam import Segment, View
 from proa.layers.base import ForwardBatch
 from proa.units import Phase
@@ -19,7 +21,9 @@ class RowSpan:
     """The rows of one request in one forward: `tokens` go to absolute positions `start`, `start + 1`, ...
 
     `pages` is the request's block table in this runner's pool, long enough for `start + len(tokens)` rows.
-    `logits` says which rows (indices into `tokens`) need logits.
+    `logits` says which rows (indices into `tokens`) need logits. `hidden` [len(tokens), D] are the hidden rows that the
+    rows of a draft begin with (arch/decoder.py: EntrySpec), None for other models. `state`: where the states of delta
+    layers lie, None for models without such layers.
     """
 
     phase: Phase
@@ -27,6 +31,8 @@ class RowSpan:
     start: int
     pages: Sequence[int]
     logits: Sequence[int]
+    hidden: torch.Tensor | None = None
+    state: StateSpan | None = None
 
     @property
     def end(self) -> int:
@@ -35,13 +41,20 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
-    """`logits` [R, vocab] float32, in the order in which the spans asked for them."""
+    """`logits` [R, vocab] float32, in the order in which the spans asked for them. `hidden` [T, D]: every row after the
+    final norm, in the compute dtype, of a runner that gives them."""
 
     logits: torch.Tensor
+    hidden: torch.Tensor | None = None
 
 
 def make_batch(
-    spans: Sequence[RowSpan], *, page_size: int, windows: Collection[int | None], device: str
+    spans: Sequence[RowSpan],
+    *,
+    page_size: int,
+    windows: Collection[int | None],
+    device: str,
+    wants_hidden: bool = False,
 ) -> ForwardBatch:
     """The batch of all spans, in their order; `windows` are those of the model's layers.
 
@@ -49,9 +62,10 @@ def make_batch(
     because prompts differ in length too much to be padded.
     """
     slots = [_slots(span, page_size) for span in spans]
-    segments, first = [], 0
+    segments, states, first = [], [], 0
     for members in _runs(spans):
         part = [(spans[index], slots[index]) for index in members]
+        states += _states([span for span, _ in part])
         segments.append(_segment(part, first, windows, device))
         first += segments[-1].num_rows
     firsts = np.cumsum([0] + [len(span.tokens) for span in spans])
@@ -62,7 +76,32 @@ def make_batch(
         write_slots=_tensor(np.concatenate([s[span.start :] for span, s in zip(spans, slots, strict=True)]), device),
         segments=tuple(segments),
         logits_rows=None if wanted == list(range(first)) else _tensor(np.asarray(wanted, dtype=np.int64), device),
+        states=tuple(states),
+        hidden=_hidden(spans, device),
+        wants_hidden=wants_hidden,
     )
+
+
+def _hidden(spans: Sequence[RowSpan], device: str) -> torch.Tensor | None:
+    parts = [span.hidden for span in spans if span.hidden is not None]
+    if not parts:
+        return None
+    if [len(part) for part in parts] != [len(span.tokens) for span in spans]:
+        raise ValueError("every row of a draft needs a hidden row, or none does")
+    return torch.cat(parts).to(device)
+
+
+def _states(spans: Sequence[RowSpan]) -> Iterator[StateSlots]:
+    """One for the segment of these spans, where they have states."""
+    given = [(span.state, len(span.tokens)) for span in spans if span.state is not None]
+    if any(len(state.targets) != rows or len(state.kept) != rows for state, rows in given):
+        raise ValueError("the states of a span do not match its rows")
+    if given:
+        yield StateSlots.of(
+            [state.source for state, _ in given],
+            [slot for state, _ in given for slot in state.targets],
+            [row for state, _ in given for row in state.kept],
+        )
 
 
 def _slots(span: RowSpan, page_size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""One runner: a built model with its own cache and block tables. Runs forwards; decides nothing."""
+"""One runner: a built model with its own cache, block tables and state tables. Runs forwards; decides nothing."""
 
 from __future__ import annotations
 
@@ -6,46 +6,105 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from proa.arch.decoder import DecoderSpec
-from proa.cache.kv import KVCache
+from proa.arch.delta_blocks import BLOCK
+from proa.cache.kv import KVCache, StateMemory
 from proa.cache.pages import PagePool
+from proa.cache.state import StateTables
+from proa.cache.state_values import Replay, StateRoom
 from proa.cache.tables import BlockTables
-from proa.layers.base import torch_dtype
+from proa.cache.transaction import Participant
+from proa.kernels.delta import NONE, StateSlots
+from proa.layers.base import state_dtype, torch_dtype
 from proa.layers.decoder import Decoder
 from proa.loading.ledger import LoadLedger
 from proa.plan.runner_plan import RunnerPlan
 from proa.runner import describe
 from proa.runner.batch import ForwardOutput, RowSpan, make_batch
 from proa.runner.recorded import RecordedForward
+from proa.units import Phase
 
 
 class Runner:
-    """`tables` says which rows of the cache belong to whom; the caller reserves rows before it asks for a forward."""
+    """`tables` says which rows of the cache belong to whom; the caller reserves rows before it asks for a forward.
 
-    def __init__(self, plan: RunnerPlan, spec: DecoderSpec, model: Decoder, ledger: LoadLedger, num_pages: int) -> None:
+    `states` does so for the states of delta layers; None where the model has no such layers. `gives_hidden`: each
+    forward also returns its rows after the final norm, because a drafter reads them.
+    """
+
+    def __init__(
+        self,
+        plan: RunnerPlan,
+        spec: DecoderSpec,
+        model: Decoder,
+        ledger: LoadLedger,
+        num_pages: int,
+        *,
+        gives_hidden: bool,
+        room: StateRoom | None = None,
+    ) -> None:
+        """`room` is for the states of delta layers. Raises TypeError if the model has such layers and there is none, or
+        the reverse."""
+        if (room is not None) != bool(spec.delta_layers):
+            raise TypeError(f"a model with {len(spec.delta_layers)} delta layers was given {room} for their states")
         self.plan = plan
         self.ledger = ledger
         self.tables = BlockTables(PagePool(num_pages), plan.page_size.value)
+        self.states = None if room is None else StateTables(room, state_dtype(plan), self._replay)
         self._model = model
         self._windows = frozenset(layer.mixer.window for layer in spec.layers)
         self._device = plan.device.value
         self._kv = KVCache(
-            ((layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in spec.layers),
+            (layer.mixer for layer in spec.layers),
             num_pages=num_pages,
             page_size=plan.page_size.value,
             dtype=torch_dtype(plan.kv_dtype.value),
             device=self._device,
+            states=None if room is None else _memory(plan, room),
         )
-        recorded = RecordedForward(model, self._kv.layers, spec.vocab)
+        self._gives_hidden = gives_hidden
+        recorded = RecordedForward(model, spec, self._kv.layers, gives_hidden=gives_hidden)
         self._forward = recorded if recorded.is_possible else partial(model, kv=self._kv.layers)
+
+    @property
+    def participants(self) -> tuple[Participant, ...]:
+        """What a step's transaction holds of this runner."""
+        return (self.tables,) if self.states is None else (self.tables, self.states)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[RowSpan]) -> ForwardOutput:
-        """Compute the rows of all spans, write their keys and values, return the logits that the spans want."""
-        batch = make_batch(spans, page_size=self._kv.page_size, windows=self._windows, device=self._device)
-        return ForwardOutput(logits=self._forward(batch))
+        """Compute the rows of all spans, write their keys, values and states, return the logits that the spans want."""
+        self._check_states(spans)
+        batch = make_batch(
+            spans,
+            page_size=self._kv.page_size,
+            windows=self._windows,
+            device=self._device,
+            wants_hidden=self._gives_hidden,
+        )
+        logits, hidden = self._forward(batch)
+        return ForwardOutput(logits=logits, hidden=hidden)
+
+    def _check_states(self, spans: Sequence[RowSpan]) -> None:
+        """A row's bits must not depend on how its prompt was cut (arch/delta_blocks.py: BLOCK)."""
+        for span in spans:
+            if (span.state is None) != (self.states is None):
+                raise RuntimeError(f"rows from {span.start} on came {'with' if span.state else 'without'} states")
+            if self.states is not None and span.phase is Phase.PREFILL and span.start % BLOCK:
+                raise RuntimeError(
+                    f"a prefill begins at row {span.start}: for linear attention prompts are cut at multiples of "
+                    f"{BLOCK} only, and rows after a prompt's end are decoded or verified"
+                )
+
+    @torch.inference_mode()
+    def _replay(self, replays: Sequence[Replay]) -> None:
+        targets = [slot for one in replays for slot in (*[NONE] * (len(one.kept) - 1), one.target)]
+        kept = [row for one in replays for row in one.kept]
+        slots = StateSlots.of([one.source for one in replays], targets, kept)
+        self._model.replay(self._kv.layers, np.array([len(one.kept) for one in replays]), slots)
 
     def describe(self) -> dict[str, Any]:
         """What was really built: kernels per phase, types, layout, sizes. Equal to what the plan promised."""
@@ -54,3 +113,12 @@ class Runner:
     def kernel_calls(self) -> dict[str, int]:
         """Calls so far, by `op/backend`."""
         return {f"{op}/{backend}": count for (op, backend), count in sorted(self._model.kernels.calls.items())}
+
+
+def _memory(plan: RunnerPlan, room: StateRoom) -> StateMemory:
+    return StateMemory(
+        slots=room.slots,
+        kept_rows=room.kept_rows,
+        dtype=torch_dtype(plan.dtype.value),
+        delta_dtype=torch_dtype(state_dtype(plan)),
+    )

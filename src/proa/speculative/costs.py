@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Protocol
+
+import torch
 
 from proa.cache.tables import BlockTables
 from proa.kernels.cost import CostTable
@@ -29,29 +32,44 @@ class TimedRunner(Protocol):
 
 
 def measure(
-    runner: TimedRunner, *, vocab: int, max_positions: int, clock: Callable[[], float] = time.perf_counter
+    runner: TimedRunner,
+    *,
+    vocab: int,
+    max_positions: int,
+    hidden: tuple[int, torch.dtype] | None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
     """Medians of a few rounds within a quarter second after the first forward; two points at least, however slow.
 
     One request of `CONTEXT` rows stands for all: at these lengths the weights decide. Its rows hold whatever lies in
-    memory, and the pages are free again afterwards.
+    memory, and the pages are free again afterwards. `hidden`: width and type of the hidden rows that the runner's rows
+    begin with, None where they need none.
     """
     tables = runner.tables
     room = min(tables.free_rows, max_positions)
     counts = [rows for rows in ROWS if rows <= room] or [1]
-    context = max(0, min(CONTEXT, room - max(counts)))
-    pages = tables.pool.allocate(tables.pages_for(context + max(counts)))
+    longest = max(counts)
+    context = max(0, min(CONTEXT, room - longest))
+    pages = tables.pool.allocate(tables.pages_for(context + longest))
+    whole = RowSpan(
+        phase=Phase.VERIFY,
+        tokens=[7919 * row % vocab for row in range(longest)],
+        start=context,
+        pages=pages,
+        logits=range(longest),
+        hidden=None if hidden is None else _any_rows(longest, *hidden),
+    )
     samples: dict[int, list[float]] = {}
     try:
-        _forward(runner, 1, context, pages, vocab)  # the first one pays for what is made once
+        _forward(runner, whole, 1)  # the first one pays for what is made once
         end = clock() + BUDGET
         for rows in _order(counts):
             begin = clock()
             # Stop before the budget is spent: a forward with these rows takes as long as the longest so far, or more.
-            longest = max((max(times) for times in samples.values()), default=0.0)
-            if len(samples) >= min(2, len(counts)) and begin + longest > end:
+            slowest = max((max(times) for times in samples.values()), default=0.0)
+            if len(samples) >= min(2, len(counts)) and begin + slowest > end:
                 break
-            _forward(runner, rows, context, pages, vocab)
+            _forward(runner, whole, rows)
             samples.setdefault(rows, []).append(clock() - begin)
     finally:
         tables.pool.release(pages)
@@ -64,12 +82,18 @@ def _order(counts: Sequence[int]) -> Iterator[int]:
         yield from counts
 
 
-def _forward(runner: TimedRunner, rows: int, context: int, pages: Sequence[int], vocab: int) -> None:
-    span = RowSpan(
+def _forward(runner: TimedRunner, whole: RowSpan, rows: int) -> None:
+    """The first `rows` rows of `whole`."""
+    span = replace(
+        whole,
         phase=Phase.DECODE if rows == 1 else Phase.VERIFY,
-        tokens=[7919 * row % vocab for row in range(rows)],
-        start=context,
-        pages=pages,
+        tokens=whole.tokens[:rows],
         logits=range(rows),
+        hidden=None if whole.hidden is None else whole.hidden[:rows],
     )
     runner.forward([span]).logits[0, 0].item()  # a device may still be busy when forward returns
+
+
+def _any_rows(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """[count, width], all different: equal ones would take the same few experts."""
+    return torch.randn((count, width), generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -79,6 +79,11 @@ def best_lengths(survival: Sequence[Sequence[float]], step: Step, costs: StepCos
 class DraftLengths(Protocol):
     """What the engine asks, in this order, once per step. A step that failed is asked again and answered the same."""
 
+    @property
+    def pays(self) -> bool:
+        """False once proposals were found to cost more than they bring."""
+        ...
+
     def limits(self, useful: Mapping[int, int], step: Step) -> dict[int, int]:
         """How many tokens to propose at most, by request id. `useful`: how many are of use, 0 included."""
         ...
@@ -105,6 +110,10 @@ class FixedLengths:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
+
+    @property
+    def pays(self) -> bool:
+        return True
 
     def limits(self, useful: Mapping[int, int], step: Step) -> dict[int, int]:
         return {request_id: min(limit, self._longest) for request_id, limit in useful.items()}
@@ -158,6 +167,10 @@ class MeasuredLengths:
         self._unpaid = 0
         self._has_told = False
 
+    @property
+    def pays(self) -> bool:
+        return self._unpaid < WINDOW
+
     def limits(self, useful: Mapping[int, int], step: Step) -> dict[int, int]:
         self._chosen = {}
         capped = {request_id: min(limit, self._longest) for request_id, limit in useful.items()}
@@ -184,7 +197,7 @@ class MeasuredLengths:
             choice = self._chosen.pop(entry.request_id, None)
             if choice is not None:
                 self._learn(entry, choice)
-        if self._unpaid >= WINDOW and not self._has_told:
+        if not self.pays and not self._has_told:
             self._has_told = True
             self._note(
                 f"speculative/does-not-pay: verifying proposals costs more than it brings here ({self._costs.target}); "
@@ -206,7 +219,7 @@ class MeasuredLengths:
             "mean": sum(length * times for length, times in self._histogram.items()) / decisions if decisions else 0.0,
             "histogram": [self._histogram[length] for length in range(self._longest + 1)],
             "probes": self._probes,
-            "pays": self._unpaid < WINDOW,
+            "pays": self.pays,
             "costs": {role: table and table.digest for role, table in tables.items()},
         }
 

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from proa.cache.tables import BlockTables
+from proa.runner.batch import ForwardOutput, RowSpan
 from proa.sampling.sampler import TokenLogprobs
 from proa.sampling.state import SamplingState
 
@@ -54,6 +56,16 @@ class Proposal:
     evidence: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenRows:
+    """Hidden rows [n, D] of a request's positions `start`, `start + 1`, ... as the target computed them, in the compute
+    dtype. The positions are committed. `rows` is a view of the step's output: copy what is kept."""
+
+    request_id: int
+    start: int
+    rows: torch.Tensor
+
+
 class TokenSink(Protocol):
     """Takes a request's emitted tokens one at a time, in order."""
 
@@ -83,6 +95,15 @@ class Verdict:
     requests: tuple[RequestVerdict, ...]
 
 
+class DraftRunner(Protocol):
+    """All that drafting needs of a runner."""
+
+    @property
+    def tables(self) -> BlockTables: ...
+
+    def forward(self, spans: Sequence[RowSpan]) -> ForwardOutput: ...
+
+
 class Drafter(Protocol):
     """Proposes tokens; emits none. No member is optional.
 
@@ -91,9 +112,17 @@ class Drafter(Protocol):
     """
 
     max_tokens: int
+    needs_hidden: bool
+
+    def observe(self, hidden: Sequence[HiddenRows]) -> None:
+        """A step is kept: hidden rows of what it committed, prompts included, of every request that may be drafted for
+        later. Called only where `needs_hidden`, before `commit`; rows of one request begin at position 0 and come in
+        order, without gaps."""
+        ...
 
     def prefill(self, context: DraftContext) -> None:
-        """The target has processed these requests' prompts; catch up if the drafter keeps state of its own."""
+        """The target has processed these requests' prompts; catch up if the drafter keeps state of its own. Leaves
+        nothing behind when it raises, and is called again."""
         ...
 
     def propose(self, context: DraftContext) -> Proposal:
@@ -105,5 +134,5 @@ class Drafter(Protocol):
         ...
 
     def release(self, request_ids: Sequence[int]) -> None:
-        """Forget these requests and free what they hold."""
+        """Forget these requests, known or not, and free what they hold; their hidden rows begin anew afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""Which drafter and which policy of lengths serve a contract."""
+"""Which drafter, which policy of lengths and which watch serve a contract."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from proa.errors import PlanError
 from proa.kernels.cost import CostTable
 from proa.plan.runner_plan import DraftContract
 from proa.speculative.draft_length import DraftLengths, FixedLengths, MeasuredLengths, StepCosts
+from proa.speculative.drafters.nextn import NextNDrafter
 from proa.speculative.drafters.ngram import NgramDrafter
-from proa.speculative.drafters.standalone import DraftRunner, StandaloneDrafter
-from proa.speculative.protocol import Drafter
+from proa.speculative.drafters.standalone import StandaloneDrafter
+from proa.speculative.drift import AcceptWatch
+from proa.speculative.protocol import Drafter, DraftRunner
 from proa.units import Algorithm
 
 # One token of agreement says little: proposals of a fixed length need two. Where the length follows from acceptance, a
@@ -20,11 +22,13 @@ _MIN_MATCH = 2
 _MAX_MATCH = 16
 
 # Before anything was judged. N-grams: by length of the match, measured with benchmarks/draft_policy.py on prompts other
-# than those it reports; the estimate soon forgets them.
+# than those it reports; the estimate soon forgets them. NextN: of DeepSeek-V3's published accept lengths, 1.85, 2.5 and
+# 2.9 for 1, 2 and 3 tokens.
 PRIORS: Mapping[Algorithm, tuple[float, ...]] = MappingProxyType(
     {
         Algorithm.NGRAM: (0.25, 0.45, 0.65, 0.65, *[0.8] * 4, *[0.85] * 7, 0.95),
         Algorithm.STANDALONE: (0.7,) * 16,
+        Algorithm.NEXTN: (0.85, 0.76, 0.62, *[0.5] * 13),
     }
 )
 
@@ -49,8 +53,34 @@ def build_drafter(
             verification=contract.verification.value,
             max_positions=contract.max_positions,
         )
+    if contract.algorithm is Algorithm.NEXTN and draft is not None:
+        return NextNDrafter(
+            runner=draft,
+            max_tokens=max_tokens,
+            vocab=vocab,
+            prefill_chunk=prefill_chunk,
+            verification=contract.verification.value,
+            max_positions=contract.max_positions,
+        )
     message = f"there is no drafter for {contract.algorithm.value} with what was loaded."
     raise PlanError("speculative/no-drafter", message, role="draft")
+
+
+def target_gives_hidden(contract: DraftContract | None) -> bool:
+    """Whether the drafter reads the target's hidden rows."""
+    return contract is not None and bool(contract.taps)
+
+
+def draft_gives_hidden(contract: DraftContract | None) -> bool:
+    """Whether the draft goes on from its own hidden rows."""
+    return contract is not None and contract.algorithm is Algorithm.NEXTN and contract.num_draft_tokens.value > 1
+
+
+def build_watch(contract: DraftContract | None, note: Callable[[str], None]) -> AcceptWatch | None:
+    """None where nothing proposes, and for n-grams: text that never recurs is no fault of theirs."""
+    if contract is None or contract.algorithm in {Algorithm.NONE, Algorithm.NGRAM}:
+        return None
+    return AcceptWatch(note)
 
 
 def build_lengths(

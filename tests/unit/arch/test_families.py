@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proa.arch.blocks import RopeKind
+from proa.arch.blocks import AttentionSpec, FFNSpec, RopeKind, RopeSpec
 from proa.arch.decoder import DecoderSpec
 from proa.arch.registry import FAMILIES, family_of, read_config
 from proa.checkpoint.hf_config import HFView
@@ -17,12 +17,22 @@ LLAMA3 = tiny_config("llama")["rope_scaling"]
 
 
 def spec_of(family: str, **overrides: Any) -> DecoderSpec:
-    return read_config(HFView(tiny_config(family, **overrides), where="config.json"))[1]
+    return read_config(HFView(tiny_config(family, **overrides), where="config.json")).spec
+
+
+def mixer_of(spec: DecoderSpec) -> AttentionSpec:
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, AttentionSpec)
+    return mixer
+
+
+def rope_of(spec: DecoderSpec) -> RopeSpec:
+    return mixer_of(spec).rope
 
 
 def test_llama_reads_heads_sizes_and_llama3_rope() -> None:
     spec = spec_of("llama")
-    mixer = spec.layers[0].mixer
+    mixer = mixer_of(spec)
     assert (spec.family, spec.vocab, spec.hidden, len(spec.layers), spec.max_positions) == ("llama", 512, 64, 3, 1024)
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.scale) == (4, 2, 16, 0.25)
     assert (mixer.qkv_bias, mixer.output_bias, mixer.qk_norm, mixer.window) == (False, False, None, None)
@@ -33,7 +43,9 @@ def test_llama_reads_heads_sizes_and_llama3_rope() -> None:
 
 def test_llama_biases_follow_the_config() -> None:
     spec = spec_of("llama", attention_bias=True, mlp_bias=True)
-    assert (spec.layers[0].mixer.qkv_bias, spec.layers[0].mixer.output_bias, spec.layers[0].ffn.bias) == (True,) * 3
+    ffn = spec.layers[0].ffn
+    assert isinstance(ffn, FFNSpec)
+    assert (mixer_of(spec).qkv_bias, mixer_of(spec).output_bias, ffn.bias) == (True,) * 3
 
 
 def test_linear_rope_and_both_spellings_give_the_same_spec() -> None:
@@ -43,17 +55,17 @@ def test_linear_rope_and_both_spellings_give_the_same_spec() -> None:
         rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
     )  # fmt: skip
     assert old == new
-    assert (old.layers[0].mixer.rope.kind, old.layers[0].mixer.rope.factor) == (RopeKind.LINEAR, 2.0)
+    assert (rope_of(old).kind, rope_of(old).factor) == (RopeKind.LINEAR, 2.0)
 
 
 def test_an_absent_head_dim_is_hidden_over_heads_and_absent_kv_heads_are_all_heads() -> None:
-    mixer = spec_of("llama", head_dim=None, num_key_value_heads=None).layers[0].mixer
+    mixer = mixer_of(spec_of("llama", head_dim=None, num_key_value_heads=None))
     assert (mixer.head_dim, mixer.num_kv_heads) == (16, 4)
 
 
 def test_qwen2_has_biased_q_k_v_and_an_unbiased_output() -> None:
     spec = spec_of("qwen2")
-    mixer = spec.layers[0].mixer
+    mixer = mixer_of(spec)
     assert (mixer.qkv_bias, mixer.output_bias, mixer.qk_norm, spec.tied_head) == (True, False, None, True)
 
 
@@ -78,8 +90,9 @@ def test_layer_types_that_do_not_fit_the_model_are_an_error(kinds: list[str]) ->
 
 
 def test_qwen3_normalises_q_and_k_per_head_and_states_its_head_size() -> None:
-    mixer = spec_of("qwen3").layers[0].mixer
+    mixer = mixer_of(spec_of("qwen3"))
     assert mixer.qk_norm is not None
+    assert not mixer.qk_norm.is_whole
     assert (mixer.qk_norm.eps, mixer.head_dim, mixer.qkv_bias, mixer.scale) == (1e-6, 32, False, 32**-0.5)
 
 
@@ -114,10 +127,10 @@ def test_sizes_that_cannot_be_are_named(overrides: dict[str, Any], what: str) ->
 
 def test_an_unknown_architecture_names_the_nearest_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
-        family_of(HFView({"architectures": ["Qwen2MoeForCausalLM"]}, where="here/config.json"))
+        family_of(HFView({"architectures": ["Qwen2VLForCausalLM"]}, where="here/config.json"))
     text = str(caught.value)
     assert caught.value.slug == "arch/unknown"
-    assert "here/config.json" in text and "Qwen2MoeForCausalLM" in text and "Qwen2ForCausalLM" in text
+    assert "here/config.json" in text and "Qwen2VLForCausalLM" in text and "Qwen2ForCausalLM" in text
 
 
 def test_a_config_without_architectures_is_not_guessed_at() -> None:

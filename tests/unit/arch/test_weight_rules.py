@@ -10,9 +10,10 @@ import pytest
 
 from proa.arch.common import decoder_rules
 from proa.arch.decoder import DecoderSpec
+from proa.arch.layout import WeightLayout
 from proa.arch.parameters import decoder_parameters
 from proa.arch.registry import read_config
-from proa.arch.weights import Action, LeftOut, NameMap, Place, Tied, Unknown, WeightLayout
+from proa.arch.weights import Action, Fill, LeftOut, NameMap, Place, Tied, Unknown, WeightRule
 from proa.checkpoint.hf_config import HFView
 from proa.errors import WeightError
 from tests.factories.checkpoints import FAMILIES, tensor_shapes, tiny_config
@@ -26,7 +27,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def spec_of(family: str, **overrides: Any) -> DecoderSpec:
-    return read_config(HFView(tiny_config(family, **overrides), where="config.json"))[1]
+    return read_config(HFView(tiny_config(family, **overrides), where="config.json")).spec
 
 
 @pytest.mark.parametrize(("variant", "layout"), list(product(VARIANTS, (OWN, TIED))))
@@ -52,17 +53,20 @@ def test_dropping_any_rule_is_named_by_the_partition_check(family: str) -> None:
     rules = list(decoder_rules(spec, OWN))
     for dropped in (rule for rule in rules if rule.action is Action.LOAD):
         kept = NameMap(rule for rule in rules if rule is not dropped)
-        with pytest.raises(WeightError, match=dropped.parameter.replace("#", "0").replace(".", r"\.")) as caught:
+        parameter = dropped.fills[0].parameter.replace("#", "0").replace(".", r"\.")
+        with pytest.raises(WeightError, match=parameter) as caught:
             kept.check(decoder_parameters(spec, OWN))
         assert caught.value.slug == "weights/partition"
 
 
 def test_a_rule_shifted_by_one_row_is_named_by_the_partition_check() -> None:
     spec = spec_of("llama")
-    rules = [
-        replace(rule, rows=(rule.rows[0] + 1, rule.rows[1] + 1)) if rule.rows and "k_proj" in rule.source else rule
-        for rule in decoder_rules(spec, OWN)
-    ]
+
+    def shifted(rule: WeightRule) -> WeightRule:
+        start, stop = rule.fills[0].rows or (0, 0)
+        return replace(rule, fills=(replace(rule.fills[0], rows=(start + 1, stop + 1)),))
+
+    rules = [shifted(rule) if "k_proj" in rule.source else rule for rule in decoder_rules(spec, OWN)]
     with pytest.raises(WeightError, match=r"attn\.qkv\.weight"):
         NameMap(rules).check(decoder_parameters(spec, OWN))
 
@@ -73,7 +77,7 @@ def test_q_k_and_v_lie_in_this_order_and_gate_before_up() -> None:
     for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
         claim = names.claim(f"model.layers.2.{part}.weight")
         assert isinstance(claim, Place)
-        rows[part] = (claim.parameter, claim.rows)
+        rows[part] = (claim.fills[0].parameter, claim.fills[0].rows)
     assert rows == {
         "self_attn.q_proj": ("layers.2.attn.qkv.weight", (0, 64)),
         "self_attn.k_proj": ("layers.2.attn.qkv.weight", (64, 96)),
@@ -88,7 +92,7 @@ def test_a_stored_head_is_compared_in_a_tied_layout_and_loaded_in_the_other() ->
     tied = NameMap(decoder_rules(spec, TIED)).claim("lm_head.weight")
     own = NameMap(decoder_rules(spec, OWN)).claim("lm_head.weight")
     assert isinstance(tied, Tied) and tied.parameter == "embed.weight"
-    assert isinstance(own, Place) and own.parameter == "head.weight"
+    assert isinstance(own, Place) and own.fills == (Fill(parameter="head.weight"),)
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
@@ -101,7 +105,7 @@ def test_gguf_rope_factors_have_a_place_when_the_config_says_factors() -> None:
     spec = spec_of("llama", rope_scaling={"rope_type": "factors"})
     names = NameMap(decoder_rules(spec, OWN))
     claim = names.claim("rope_freqs.weight")
-    assert isinstance(claim, Place) and (claim.parameter, claim.shape) == ("rope.factors", (8,))
+    assert isinstance(claim, Place) and (claim.fills, claim.shape) == ((Fill(parameter="rope.factors"),), (8,))
     names.check(decoder_parameters(spec, OWN))
     assert isinstance(NameMap(decoder_rules(spec_of("llama"), OWN)).claim("rope_freqs.weight"), Unknown)
 

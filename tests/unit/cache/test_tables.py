@@ -105,6 +105,49 @@ def test_undo_takes_settled_rows_back_too():
     assert state(cache) == before
 
 
+def test_discarded_rows_are_not_kept_and_settled_ones_are():
+    cache = tables()
+    write(cache, keep={1: 3})
+    cache.mark()
+    cache.reserve(1, 9)
+    cache.settle(1, 4)
+    cache.discard(1)
+    cache.discard(5)  # unknown: it has none
+    cache.keep({1: 9})
+    assert cache.length(1) == 7
+    assert len(cache.pages(1)) == 2
+    assert cache.free_rows == 6 * 4
+    cache.pool.check()
+
+
+def test_a_request_of_which_all_is_discarded_vanishes_and_an_undo_still_works():
+    cache = tables()
+    write(cache, keep={1: 3})
+    before = state(cache)
+    cache.mark()
+    cache.reserve(2, 5)
+    cache.discard(2)
+    cache.keep({2: 5})
+    assert state(cache) == before
+    cache.mark()
+    cache.reserve(1, 6)
+    cache.settle(1, 2)
+    cache.discard(1)
+    cache.undo()
+    assert state(cache) == before
+    cache.pool.check()
+
+
+def test_rows_can_be_reserved_again_after_they_were_discarded():
+    cache = tables()
+    cache.mark()
+    cache.reserve(1, 9)
+    cache.discard(1)
+    cache.reserve(1, 2)
+    cache.keep({1: 9})
+    assert cache.length(1) == 2
+
+
 @pytest.mark.parametrize(("request_id", "rows"), [(1, 3), (1, -1), (2, 0)])
 def test_only_tentative_rows_can_be_settled(request_id: int, rows: int):
     cache = tables()
@@ -156,6 +199,8 @@ def test_rows_move_in_a_transaction_only_and_pages_are_released_outside_of_it():
     with pytest.raises(RuntimeError, match="in a transaction only"):
         cache.reserve(1, 1)
     with pytest.raises(RuntimeError, match="in a transaction only"):
+        cache.discard(1)
+    with pytest.raises(RuntimeError, match="in a transaction only"):
         cache.keep({})
     cache.mark()
     with pytest.raises(RuntimeError, match="already"):
@@ -182,6 +227,7 @@ steps = st.lists(
     st.tuples(
         st.dictionaries(st.integers(0, 4), st.integers(1, 9), max_size=4),
         st.dictionaries(st.integers(0, 5), st.integers(0, 10), max_size=5),
+        st.sets(st.integers(0, 5), max_size=2),
         st.sampled_from(["keep", "undo", "keep then undo"]),
         st.sets(st.integers(0, 5), max_size=1),
     ),
@@ -194,7 +240,7 @@ steps = st.lists(
 def test_lengths_follow_a_plain_count_and_pages_are_conserved(steps, page_size: int):
     cache = tables(num_pages=24, page_size=page_size)
     lengths: dict[int, int] = {}
-    for reserve, keep, end, leave in steps:
+    for reserve, keep, discard, end, leave in steps:
         before = state(cache)
         cache.mark()
         reserved = {}
@@ -204,6 +250,9 @@ def test_lengths_follow_a_plain_count_and_pages_are_conserved(steps, page_size: 
                 reserved[request_id] = rows
             except CacheExhausted:
                 assert cache.pool.num_free < cache.pages_for(lengths.get(request_id, 0) + rows)
+        for request_id in discard:
+            cache.discard(request_id)
+            reserved.pop(request_id, None)
         if end == "undo":
             cache.undo()
         else:

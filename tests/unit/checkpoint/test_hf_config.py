@@ -92,37 +92,39 @@ def test_errors_of_a_nested_view_name_the_whole_path() -> None:
         view(vision={"deep": {}}).sub("vision").sub("deep").int("size")
 
 
-class TestUnwrap:
-    def test_a_flat_config_is_itself(self) -> None:
-        config = view(hidden_size=4)
-        assert config.unwrap() is config
-        assert config.wrapper is None
+class TestNested:
+    def inner(self, outer: HFView, key: str | None = "text_config", **more: Any) -> HFView:
+        return outer.nested(key, inherited=("eos_token_id", "tied"), without=("vision_config",), overrides=more)
 
-    @pytest.mark.parametrize("key", ["text_config", "language_config"])
-    def test_the_nested_text_model_is_what_is_read_and_the_wrapper_is_remembered(self, key: str) -> None:
-        outer = view(architectures=["WrapperModel"], vision_config={"depth": 1}, **{key: {"hidden_size": 4}})
-        inner = outer.unwrap()
+    def test_the_nested_object_is_what_is_read_and_the_wrapper_is_remembered(self) -> None:
+        outer = view(vision_config={"depth": 1}, text_config={"hidden_size": 4})
+        inner = self.inner(outer)
         assert inner.int("hidden_size") == 4
-        assert inner.wrapper is outer
-        assert not inner.has("vision_config") and outer.has("vision_config")
-        with pytest.raises(ConfigError, match=rf"config\.json: {key}\.depth is missing"):
+        assert inner.wrapper is outer and outer.wrapper is None
+        assert "text_config" in outer.read
+        with pytest.raises(ConfigError, match=r"config\.json: text_config\.depth is missing"):
             inner.int("depth")
 
-    def test_architectures_are_the_wrappers_and_other_shared_keys_the_nested_ones_when_said(self) -> None:
-        nested = {"architectures": ["Inner"], "tie_word_embeddings": False}
-        inner = view(architectures=["Outer"], tie_word_embeddings=True, eos_token_id=7, text_config=nested).unwrap()
-        assert inner.list("architectures") == ("Outer",)
-        assert inner.flag("tie_word_embeddings") is False
+    def test_keys_of_the_wrapper_are_inherited_where_the_nested_object_is_silent(self) -> None:
+        inner = self.inner(view(tied=True, eos_token_id=7, bos=1, text_config={"tied": False, "eos_token_id": None}))
+        assert inner.flag("tied") is False
         assert inner.int("eos_token_id") == 7
+        assert not inner.has("bos")
 
-    def test_only_one_level_is_unwrapped(self) -> None:
-        inner = view(text_config={"text_config": {"hidden_size": 4}}).unwrap()
-        assert inner.has("text_config") and not inner.has("hidden_size")
+    def test_some_keys_are_left_out_and_some_put_in(self) -> None:
+        inner = self.inner(view(text_config={"vision_config": {}, "architectures": ["Inner"]}), architectures=["X"])
+        assert not inner.has("vision_config")
+        assert inner.list("architectures") == ("X",)
 
-    def test_two_nested_text_models_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match="both text_config and language_config") as error:
-            view(text_config={}, language_config={}).unwrap()
-        assert error.value.slug == "config/ambiguous-nesting"
+    def test_a_flat_config_can_be_its_own_text_model(self) -> None:
+        inner = self.inner(view(hidden_size=4, vision_config={}), key=None)
+        assert inner.keys() == ("hidden_size",)
+        with pytest.raises(ConfigError, match=r"config\.json: depth is missing"):
+            inner.int("depth")
+
+    def test_what_is_nested_must_be_an_object(self) -> None:
+        with pytest.raises(ConfigError, match="text_config must be an object"):
+            self.inner(view(text_config=[1]))
 
 
 class TestRope:

@@ -96,13 +96,11 @@ def test_a_config_of_not_a_number_is_refused(tmp_path: Path) -> None:
     refused(folder, "checkpoint/bad-json", "config.json", "Infinity")
 
 
-def test_a_nested_text_config_is_unwrapped(tmp_path: Path) -> None:
+def test_a_wrappers_config_is_kept_whole(tmp_path: Path) -> None:
     folder = hub(tmp_path, {"model.safetensors": shard(["a"])}, None)
     (folder / "config.json").write_text('{"architectures": ["X"], "text_config": {"hidden_size": 5}}')
     config = open_checkpoint(folder).config
-    assert config.int("hidden_size") == 5 and config.wrapper is not None
-    with pytest.raises(ConfigError, match=r"config\.json: text_config\.num_hidden_layers is missing"):
-        config.int("num_hidden_layers")
+    assert config.keys() == ("architectures", "text_config") and config.wrapper is None
 
 
 @pytest.mark.parametrize(

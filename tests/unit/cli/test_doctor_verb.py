@@ -42,15 +42,16 @@ def test_its_json_is_a_caps_file(capsys: pytest.CaptureFixture[str]) -> None:
         "onednn",
         "flashinfer",
         "triton",
+        "torch",
         "reference",
     }
 
 
 def test_every_kernel_says_everything_that_stands_against_it() -> None:
-    laptop = {(k["op"], k["backend"]): k for k in kernel_verdicts(LAPTOP)}
+    laptop = {(k["op"], k["backend"]): k for k in kernel_verdicts(LAPTOP, ())}
     assert laptop["matmul", "reference"]["can_run"] and laptop["matmul", "reference"]["reasons"] == []
     assert len(laptop["matmul", "triton"]["reasons"]) == 2
-    gpu = {(k["op"], k["backend"]): k for k in kernel_verdicts(GPU_HOST)}
+    gpu = {(k["op"], k["backend"]): k for k in kernel_verdicts(GPU_HOST, ())}
     assert gpu["matmul", "triton"]["reasons"] == ["no triton kernels in this version of Proa"]
     assert gpu["matmul", "onednn"]["reasons"][0] == "onednn runs on the CPU, not on cuda"
 
@@ -83,11 +84,11 @@ def test_it_reads_the_verdicts_that_are_known_and_obtains_none(
 
 def test_what_is_lost_without_native_is_said_by_op() -> None:
     tested = replace(LAPTOP, isa=("avx2", "fma", "f16c"), kernels={"onednn": "passed", "native": "passed"})
-    assert list(losses(kernel_verdicts(tested))) == []
-    text = "\n".join(losses(kernel_verdicts(replace(tested, compiler=None))))
+    assert list(losses(kernel_verdicts(tested, ()))) == []
+    text = "\n".join(losses(kernel_verdicts(replace(tested, compiler=None), ())))
     assert "matmul             onednn" in text and "attention.decode   reference" in text
     assert "numerics           fast" in text
-    text = "\n".join(losses(kernel_verdicts(replace(tested, kernels={"native": "failed: x"}))))
+    text = "\n".join(losses(kernel_verdicts(replace(tested, kernels={"native": "failed: x"}), ())))
     assert "matmul             reference   decoding was about 4 times slower" in text
 
 

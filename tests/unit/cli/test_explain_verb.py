@@ -71,7 +71,8 @@ def test_families_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert proa("explain", "--families") == 0
     assert "MistralForCausalLM" in capsys.readouterr().out
     assert proa("explain", "--families", "--json") == 0
-    assert len(json.loads(capsys.readouterr().out)) == 4
+    listed = json.loads(capsys.readouterr().out)
+    assert {"llama", "glm4_moe"} < {entry["family"] for entry in listed if "family" in entry}
 
 
 def test_without_a_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,7 +123,7 @@ def test_weights_prints_a_line_per_group_and_layers_an_outline(
     assert proa("inspect", model, "--weights", "--layers") == 0
     out = capsys.readouterr().out
     assert "model.layers.#.self_attn.q_proj.weight" in out and "layers.#.attn.qkv.weight" in out
-    assert "layers 0..0" in out and "layers 1..1" in out and "window 8" in out
+    assert "  layer 0\n" in out and "  layer 1\n" in out and "window 8" in out
 
 
 def test_a_stored_copy_of_a_tied_head_is_counted_as_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,11 +11,16 @@ from proa.errors import KernelUnavailable
 from proa.kernels.bind import KernelNames, bind
 from proa.units import Phase
 
-REFERENCE = KernelNames(matmul="reference", attention=dict.fromkeys(Phase, "reference"))
+REFERENCE = KernelNames(
+    matmul="reference", attention=dict.fromkeys(Phase, "reference"), is_latent=False, delta={}, moe=None
+)
+LATENT = replace(REFERENCE, is_latent=True, moe="reference")
+HYBRID = replace(REFERENCE, delta={Phase.PREFILL: "torch", Phase.DECODE: "reference", Phase.VERIFY: "torch"})
 
 
-def test_a_kernel_set_says_which_backends_it_has() -> None:
-    assert bind(REFERENCE, None).names == REFERENCE
+@pytest.mark.parametrize("names", [REFERENCE, LATENT, HYBRID])
+def test_a_kernel_set_says_which_backends_it_has(names: KernelNames) -> None:
+    assert bind(names, None).names == names
 
 
 def test_calls_are_counted_by_op_and_backend() -> None:
@@ -33,11 +40,26 @@ def test_two_kernel_sets_do_not_share_their_counts() -> None:
 @pytest.mark.parametrize(
     ("names", "knob"),
     [
-        (KernelNames(matmul="nowhere", attention={}), "matmul_kernel = nowhere"),
-        (KernelNames(matmul="reference", attention={Phase.VERIFY: "nowhere"}), "attention.verify = nowhere"),
+        (replace(REFERENCE, matmul="nowhere"), "matmul_kernel = nowhere"),
+        (replace(REFERENCE, attention={Phase.VERIFY: "nowhere"}), "attention.verify = nowhere"),
+        (replace(LATENT, attention={Phase.DECODE: "nowhere"}), "attention.decode = nowhere"),
+        (replace(REFERENCE, moe="nowhere"), "moe_kernel = nowhere"),
+        (replace(REFERENCE, delta={Phase.VERIFY: "nowhere"}), "linear_attention.verify = nowhere"),
     ],
 )
 def test_a_name_without_a_kernel_is_refused_by_its_knob(names: KernelNames, knob: str) -> None:
     with pytest.raises(KernelUnavailable, match=knob) as caught:
         bind(names, None)
     assert caught.value.slug == "kernels/unknown"
+
+
+def test_experts_and_latent_rows_are_counted_too() -> None:
+    kernels = bind(LATENT, None)
+    kernels.query_norm(torch.ones(2, 4), torch.ones(4), 1e-6)
+    kernels.pack_experts(torch.ones(2, 8, 4), torch.ones(2, 4, 4))
+    assert kernels.calls == {("query_norm", "reference"): 1, ("pack_experts", "reference"): 1}
+
+
+def test_a_model_without_experts_has_no_kernel_for_them() -> None:
+    with pytest.raises(RuntimeError, match="without experts"):
+        bind(REFERENCE, None).pack_experts(torch.ones(2, 8, 4), torch.ones(2, 4, 4))

@@ -47,7 +47,7 @@ def test_the_least_file_names_device_isa_cores_and_memory() -> None:
         ({"cores": 0}, "cores must be a positive whole number"),
         ({"cores": True}, "cores must be"),
         ({"memory_bytes": "16GiB"}, "memory_bytes must be"),
-        ({"device": "tpu"}, "device must be"),
+        ({"device": "a tpu"}, "device must be"),
         ({"isa": "avx2"}, "isa must be a list"),
         ({"kernels": {"native": 1}}, "kernels must be"),
         ({"gpus": [{"name": "x"}]}, "gpus must be"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import gguf
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from proa.checkpoint.open import open_checkpoint
 from proa.errors import CheckpointError, WeightError
-from proa.kernels.reference.dequant import dequantize, unpermute_rope
+from proa.kernels.reference.dequant import dequantize, dequantize_fp8_block, unpermute_rope
 from proa.units import DType
 
 BLOCK_TYPES = [dtype for dtype in DType if dtype.is_block]
@@ -143,3 +144,45 @@ def test_every_tensor_of_the_real_model_equals_the_gguf_librarys_values(smollm2:
         tensor = theirs[info.stored_name]
         expected = quants.dequantize(tensor.data, tensor.tensor_type)
         np.testing.assert_array_equal(bits(dequantize(raw, info.dtype, info.shape).numpy()), bits(expected))
+
+
+def by_elements(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Each value times the scale of the block that it lies in, one at a time in double precision."""
+    rows, columns = weight.shape
+    values = [
+        [float(weight[i, j]) * float(scale[i // block[0], j // block[1]]) for j in range(columns)] for i in range(rows)
+    ]
+    return torch.tensor(values, dtype=torch.float64).to(torch.float32).reshape(rows, columns)
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "block"), [((8, 6), (4, 3)), ((9, 7), (4, 3)), ((3, 2), (4, 3)), ((5, 4), (1, 4)), ((4, 5), (4, 1))]
+)
+def test_block_fp8_values_are_codes_times_the_scale_of_their_block(
+    shape: tuple[int, int], block: tuple[int, int], scales: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = (torch.randn(shape, generator=generator) * 100).to(torch.float8_e4m3fn)
+    grid = (math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1]))
+    scale = torch.rand(grid, generator=generator).to(scales) + 0.01
+    found = dequantize_fp8_block(weight, scale, block)
+    assert found.dtype is torch.float32 and torch.equal(found, by_elements(weight, scale, block))
+
+
+def test_every_fp8_code_has_its_value() -> None:
+    """From the format: 1 sign bit, 4 exponent bits with bias 7, 3 fraction bits; S.1111.111 is no number."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    found = dequantize_fp8_block(codes.view(torch.float8_e4m3fn).view(16, 16), torch.ones(1, 1), (16, 16)).flatten()
+    for code in range(256):
+        sign, exponent, fraction = -1.0 if code & 128 else 1.0, (code >> 3) & 15, code & 7
+        if (exponent, fraction) == (15, 7):
+            assert math.isnan(float(found[code]))
+            continue
+        value = (8 + fraction) / 8 * 2.0 ** (exponent - 7) if exponent else fraction / 8 * 2.0**-6
+        assert float(found[code]) == sign * value
+
+
+def test_scales_of_another_grid_are_refused() -> None:
+    with pytest.raises(WeightError, match=r"scales \[1, 2\] are not one per 4 x 3 block of \[8, 6\]"):
+        dequantize_fp8_block(torch.zeros(8, 6).to(torch.float8_e4m3fn), torch.ones(1, 2), (4, 3))

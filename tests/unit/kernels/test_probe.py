@@ -18,9 +18,10 @@ from proa.kernels import probe as module
 from proa.kernels.caps import DeviceCaps, read_caps
 from proa.kernels.native import abi
 from proa.kernels.native.build import library_path
+from proa.kernels.native.moe import NativeMoE
 from proa.kernels.onednn import OnednnDense
 from proa.kernels.probe import probe, retest, self_test_onednn
-from proa.kernels.verdicts import PASSED, onednn_file, read_verdict, verdict_file, with_verdicts, write_verdict
+from proa.kernels.verdicts import PARTS, PASSED, onednn_file, read_verdict, verdict_file, with_verdicts, write_verdict
 from proa.units import Numerics
 from tests.factories.compilers import StandIn, copying, failing
 from tests.factories.headers import planned, write_tiny_headers
@@ -152,7 +153,7 @@ def test_a_passed_library_is_neither_compiled_nor_tested_again(
     compiler = copying(tmp_path / "bin", library)
     caps = host(compiler)
     first = probe(caps, tmp_path, silent)
-    assert first.caps.kernels == {"onednn": PASSED, "native": PASSED}
+    assert first.caps.kernels == {"onednn": PASSED, **dict.fromkeys(PARTS, PASSED)}
     for name in ("self_test", "self_test_onednn"):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("tested again"))
     assert probe(caps, tmp_path, silent) == first
@@ -207,7 +208,26 @@ def test_a_library_from_a_directory_that_is_read_only_is_used(
     notes: list[str] = []
     found = probe(caps, tmp_path, notes.append)
     assert (found.library, found.caps.kernels["native"]) == (placed, PASSED)
-    assert sum("could not be kept: Read-only file system" in note for note in notes) == 2
+    assert sum("could not be kept: Read-only file system" in note for note in notes) == 1 + len(PARTS)
+
+
+def test_a_fault_in_one_part_leaves_the_others_in_use(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = NativeMoE.experts
+    monkeypatch.setattr(NativeMoE, "experts", lambda *args, **named: right(*args, **named) * 1.01)
+    notes: list[str] = []
+    caps = host(copying(tmp_path / "bin", library))
+    found = probe(caps, tmp_path, notes.append)
+    verdict = found.caps.kernels["native.moe"]
+    assert verdict.startswith("failed: experts of 1 rows in torch.float32 differs from the reference by 0.01")
+    assert (found.caps.kernels["native"], found.caps.kernels["native.latent"]) == (PASSED, PASSED)
+    assert found.library is not None
+    assert sum("native.moe kernels are passed over" in note for note in notes) == 1
+    assert with_verdicts(caps, tmp_path).kernels == found.caps.kernels
+    monkeypatch.undo()
+    assert probe(caps, tmp_path, silent).caps.kernels["native.moe"] == verdict
+    assert probe(caps, tmp_path, silent, again=True).caps.kernels["native.moe"] == PASSED
 
 
 # the self-tests
@@ -236,7 +256,7 @@ def test_a_torch_without_the_private_ops_fails_by_name(monkeypatch: pytest.Monke
 
 def test_retesting_looks_at_the_library_itself_and_not_at_what_is_remembered(tmp_path: Path, library: Path) -> None:
     caps = host(copying(tmp_path / "bin", library))
-    assert retest(caps, tmp_path) == {"onednn": PASSED, "native": "untested"}
+    assert retest(caps, tmp_path) == {"onednn": PASSED, **dict.fromkeys(PARTS, "untested")}
     path = library_path(tmp_path, str(caps.compiler), ISA)
     write_verdict(path, "failed: long ago", pytest.fail)
     shutil.copy(library, path)

@@ -23,7 +23,7 @@ from tests.factories.headers import planned
 
 
 def loaded(plan: Planned) -> dict[str, torch.Tensor]:
-    return dict(build(plan, Silent(), None).model.named_parameters())
+    return dict(build(plan, Silent(), None, None).model.named_parameters())
 
 
 @pytest.mark.parametrize("chunk", [1, 1000, apply.CHUNK_ELEMENTS])
@@ -100,7 +100,7 @@ def tied_checkpoint(path: Path, change: Callable[[torch.Tensor], None]) -> Plann
 
 
 def test_an_equal_copy_of_a_tied_head_is_accepted(tmp_path: Path) -> None:
-    built = build(tied_checkpoint(tmp_path, lambda head: None), Silent(), None)
+    built = build(tied_checkpoint(tmp_path, lambda head: None), Silent(), None, None)
     assert built.ledger.as_json()["tensors"]["tied"] == 1
 
 
@@ -114,7 +114,7 @@ def test_a_copy_that_differs_in_one_element_is_refused(
         head[row, 63] += 1e-3
 
     with pytest.raises(WeightError, match=rf"lm_head\.weight .*model\.embed_tokens\.weight .*row {row} "):
-        build(tied_checkpoint(tmp_path, change), Silent(), None)
+        build(tied_checkpoint(tmp_path, change), Silent(), None, None)
 
 
 def test_a_file_that_lost_its_end_after_planning_is_refused(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_file_that_lost_its_end_after_planning_is_refused(tmp_path: Path) -> N
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model\.safetensors: .* ends 100 bytes after the end") as caught:
-        build(plan, Silent(), None)
+        build(plan, Silent(), None, None)
     assert caught.value.slug == "checkpoint/truncated"
 
 
@@ -135,12 +135,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_any_data_is_read(tmp_p
     plan = planned(path).target
     (path / "model.safetensors").unlink()
     with pytest.raises(WeightError, match=r"stray\.weight"):
-        build(plan, Silent(), None)
+        build(plan, Silent(), None, None)
 
 
 def test_progress_counts_every_byte_once(tiny: Callable[..., Path]) -> None:
     plan, lines = planned(tiny("llama")).target, list[str]()
-    ledger, model = LoadLedger(plan), construct(plan, None)
+    ledger, model = LoadLedger(plan), construct(plan, None, None)
     apply.load_weights(dict(model.named_parameters()), ledger, Lines(lines.append))
     assert [line.rpartition("(")[2] for line in lines][-1] == "100 %)"
     assert lines[-1].startswith("loading target weights: ")

@@ -154,6 +154,40 @@ def test_the_union_of_two_ledgers_covers_a_shared_checkpoint(tmp_path: Path, tin
     assert unclaimed([ledger_of(tiny("llama")), strict]) == [stray]
 
 
+@pytest.mark.parametrize("layout", ["fused", "separate"])
+def test_target_and_bundled_draft_divide_a_checkpoint_between_them(layout: str, tmp_path: Path) -> None:
+    path = write_headers(tmp_path, tiny_config("glm4_moe"), dtype="F32")
+    resolved = planned(path, speculative="nextn", shared_experts=layout)
+    ledgers = {plan.plan.role.value: LoadLedger(plan) for plan in resolved.runners}
+    document = ledger_document(ledgers, [plan.checkpoint for plan in resolved.runners])
+    accounts = [document["runners"][role]["tensors"] for role in ("target", "draft")]
+    assert sum(account["total"] for account in accounts) == len(resolved.target.checkpoint.tensors)
+    assert [account["unexpected"] for account in accounts] == [0, 0] and document["unclaimed"] == []
+    shared_parts = 3 if layout == "fused" else 0
+    assert [account["fused"] for account in accounts] == [2 * shared_parts, shared_parts]
+    assert [account["borrowed"] for account in accounts] == [0, 2]
+    for account in accounts:
+        assert account["total"] == sum(count for state, count in account.items() if state != "total")
+
+
+def test_a_draft_that_nobody_asked_for_is_left_out_with_that_reason(tmp_path: Path) -> None:
+    ledger = ledger_of(write_headers(tmp_path, tiny_config("glm4_moe"), dtype="F32"))
+    account = ledger.as_json()
+    last = [name for name in ledger.entries if name.startswith("model.layers.3.")]
+    assert account["tensors"]["left_out"] == len(last) > 0
+    assert {group["reason"] for group in account["left_out"]} == {"nextn draft, 1 layer, not asked for"}
+
+
+def test_a_tensor_that_each_runner_takes_for_the_others_is_unclaimed(tmp_path: Path) -> None:
+    path = write_headers(tmp_path, tiny_config("glm4_moe"), dtype="F32")
+    target, draft = (LoadLedger(plan) for plan in planned(path, speculative="nextn").runners)
+    assert unclaimed([target, draft]) == []
+    name = "model.layers.3.eh_proj.weight"
+    del draft.entries[name]
+    draft.elsewhere.add(name)
+    assert unclaimed([target, draft]) == [name]
+
+
 def test_the_document_counts_shared_files_once(tiny: Callable[..., Path]) -> None:
     resolved = planned(tiny("llama"), draft=tiny("llama"))
     ledgers = {plan.plan.role.value: LoadLedger(plan) for plan in resolved.runners}

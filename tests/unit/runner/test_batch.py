@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from proa.runner.batch import RowSpan, make_batch
 from proa.units import Phase
@@ -74,3 +77,25 @@ def test_logits_rows_follow_the_spans_and_are_none_when_all_are_wanted() -> None
 def test_rows_without_room_in_the_block_table_are_refused(start: int, count: int, pages: list[int]) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         make_batch([span(Phase.PREFILL, start, count, pages)], page_size=4, windows=(None,), device="cpu")
+
+
+def test_hidden_rows_come_in_the_order_of_the_spans() -> None:
+    first, second = torch.ones(2, 4), torch.zeros(1, 4)
+    spans = [
+        replace(span(Phase.PREFILL, 0, 2, [0]), hidden=first),
+        replace(span(Phase.DECODE, 6, 1, [1, 2]), hidden=second),
+    ]
+    batch = make_batch(spans, page_size=4, windows=(None,), device="cpu", wants_hidden=True)
+    assert batch.hidden is not None and torch.equal(batch.hidden, torch.cat((first, second))) and batch.wants_hidden
+    plain = make_batch([span(Phase.DECODE, 6, 1, [1, 2])], page_size=4, windows=(None,), device="cpu")
+    assert plain.hidden is None and not plain.wants_hidden
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_a_row_without_its_hidden_row_is_refused(rows: int | None) -> None:
+    spans = [
+        replace(span(Phase.PREFILL, 0, 2, [0]), hidden=None if rows is None else torch.ones(rows, 4)),
+        replace(span(Phase.DECODE, 6, 1, [1, 2]), hidden=torch.ones(1, 4)),
+    ]
+    with pytest.raises(ValueError, match="hidden row"):
+        make_batch(spans, page_size=4, windows=(None,), device="cpu")

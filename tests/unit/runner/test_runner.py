@@ -34,9 +34,9 @@ def test_a_built_runner_is_what_its_plan_promised(
 def test_a_runner_that_was_built_differently_does_not_pass_for_its_plan(tiny: Callable[..., Path]) -> None:
     """The reverse: build with another cache type than the plan's, and the description says so."""
     plan = planned(tiny("llama")).target
-    built = build(plan, Silent(), None)
+    built = build(plan, Silent(), None, None)
     other = replace(plan.plan, kv_dtype=replace(plan.plan.kv_dtype, value=DType.BF16))
-    said = Runner(other, plan.spec, built.model, built.ledger, 9).describe()
+    said = Runner(other, plan.spec, built.model, built.ledger, 9, gives_hidden=False).describe()
     expected = promised(plan.plan, plan.spec, plan.parameters, 9)
     assert {key for key in said if said[key] != expected[key]} == {"kv_dtype", "kv_bytes"}
 
@@ -103,9 +103,8 @@ def test_what_another_request_left_in_the_cache_does_not_matter(tiny: Callable[.
     runner = runner_of(tiny("llama"))
     rows = Rows(runner, 3, 64)
     clean = rows.prefill(0, PROMPT)
-    for layer in runner._kv.layers:
-        layer.keys.fill_(float("nan"))
-        layer.values.fill_(float("nan"))
+    for tensor in runner._kv.tensors():
+        tensor.fill_(float("nan"))
     assert torch.equal(rows.prefill(1, PROMPT), clean)
     rows.prefill(2, PROMPT[:5])
     rows.lengths[0] = 0
@@ -117,3 +116,15 @@ def test_two_runners_of_one_checkpoint_agree_bit_for_bit(tiny: Callable[..., Pat
     first, second = (runner_of(tiny("qwen2")) for _ in range(2))
     assert torch.equal(Rows(first, 1, 64).prefill(0, PROMPT), Rows(second, 1, 64).prefill(0, PROMPT))
     assert first.kernel_calls() == second.kernel_calls()
+
+
+def test_a_runner_gives_hidden_rows_only_if_it_was_built_to(tiny: Callable[..., Path]) -> None:
+    plan = planned(tiny("llama")).target
+    giving, plain = built_runner(plan, gives_hidden=True), built_runner(plan)
+    outputs = [
+        runner.forward([Rows(runner, 1, 64).span(0, Phase.PREFILL, PROMPT, [39, 3])]) for runner in (giving, plain)
+    ]
+    assert outputs[0].hidden is not None and outputs[0].hidden.shape == (40, plan.spec.hidden)
+    assert outputs[1].hidden is None and torch.equal(outputs[0].logits, outputs[1].logits)
+    head = giving._model.output_head
+    torch.testing.assert_close(head(outputs[0].hidden[[39, 3]]), outputs[0].logits)

@@ -10,13 +10,9 @@ from proa.checkpoint.hf_config import HFView
 
 def parse(c: HFView) -> DecoderSpec:
     window = common.positive(c, "sliding_window") if c.has("sliding_window") else None
-    return common.decoder(
-        c,
-        "mistral",
-        mixer=common.attention(c, qkv_bias=False, output_bias=False, qk_norm=None),
-        mlp=common.ffn(c, bias=False),
-        layer_windows=common.windows(c, window=window, full_layers=0),
-    )
+    mixer = common.attention(c, qkv_bias=False, output_bias=False, qk_norm=None)
+    mixers = common.windowed(mixer, common.windows(c, window=window, full_layers=0))
+    return common.decoder(c, "mistral", mixers=mixers, ffns=[common.ffn(c, bias=False)] * len(mixers))
 
 
 FAMILY = Family(name="mistral", architectures=("MistralForCausalLM",), parse=parse, weights=common.decoder_rules)

@@ -9,13 +9,9 @@ from proa.checkpoint.hf_config import HFView
 
 
 def parse(c: HFView) -> DecoderSpec:
-    return common.decoder(
-        c,
-        "qwen2",
-        mixer=common.attention(c, qkv_bias=True, output_bias=False, qk_norm=None),
-        mlp=common.ffn(c, bias=False),
-        layer_windows=common.qwen_windows(c),
-    )
+    mixer = common.attention(c, qkv_bias=True, output_bias=False, qk_norm=None)
+    mixers = common.windowed(mixer, common.qwen_windows(c))
+    return common.decoder(c, "qwen2", mixers=mixers, ffns=[common.ffn(c, bias=False)] * len(mixers))
 
 
 FAMILY = Family(name="qwen2", architectures=("Qwen2ForCausalLM",), parse=parse, weights=common.decoder_rules)

@@ -10,13 +10,9 @@ from proa.checkpoint.hf_config import HFView
 
 def parse(c: HFView) -> DecoderSpec:
     bias = c.flag("attention_bias", default=False)
-    return common.decoder(
-        c,
-        "qwen3",
-        mixer=common.attention(c, qkv_bias=bias, output_bias=bias, qk_norm=common.norm(c)),
-        mlp=common.ffn(c, bias=False),
-        layer_windows=common.qwen_windows(c),
-    )
+    mixer = common.attention(c, qkv_bias=bias, output_bias=bias, qk_norm=common.qk_norm(c, is_whole=False))
+    mixers = common.windowed(mixer, common.qwen_windows(c))
+    return common.decoder(c, "qwen3", mixers=mixers, ffns=[common.ffn(c, bias=False)] * len(mixers))
 
 
 FAMILY = Family(name="qwen3", architectures=("Qwen3ForCausalLM",), parse=parse, weights=common.decoder_rules)

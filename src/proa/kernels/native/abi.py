@@ -11,7 +11,7 @@ from proa.errors import KernelUnavailable
 
 
 class Kind(IntEnum):
-    """enum Kind."""
+    """enum Kind of csrc/op.h."""
 
     LOOKUP = 0
     TABLE = 1
@@ -23,6 +23,13 @@ class Kind(IntEnum):
     WRITE = 7
     ATTENTION = 8
     SELECT = 9
+    ROUTE = 10
+    EXPERTS = 11
+    LATENT_WRITE = 12
+    LATENT_ATTENTION = 13
+    NORM = 14
+    DELTA = 15
+    GATE = 16
 
 
 class Form(IntEnum):
@@ -43,6 +50,25 @@ class CLinear(Structure):
     _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("form", c_int64), ("out", c_int64), ("in_", c_int64))
 
 
+class CLatent(Structure):
+    """struct Latent of csrc/latent.h."""
+
+    _fields_ = (
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("rows", c_void_p),
+        ("norm", c_void_p),
+        ("page_size", c_int64),
+        ("heads", c_int64),
+        ("nope", c_int64),
+        ("rope", c_int64),
+        ("value_size", c_int64),
+        ("rank", c_int64),
+        ("is_interleaved", c_int64),
+        ("eps", c_float),
+    )
+
+
 class CHeads(Structure):
     """struct HeadShape."""
 
@@ -51,6 +77,8 @@ class CHeads(Structure):
         ("key_value", c_int64),
         ("size", c_int64),
         ("rope", c_int64),
+        ("is_interleaved", c_int64),
+        ("is_whole", c_int64),
         ("eps", c_float),
         ("norm", c_void_p),
     )
@@ -68,8 +96,41 @@ class CCache(Structure):
     )
 
 
+class CRouter(Structure):
+    """struct Router of csrc/moe.h."""
+
+    _fields_ = (
+        ("linear", CLinear),
+        ("correction", c_void_p),
+        ("score", c_int64),
+        ("groups", c_int64),
+        ("top_groups", c_int64),
+        ("best_of_group", c_int64),
+        ("renormalise", c_int64),
+        ("top_k", c_int64),
+        ("num_shared", c_int64),
+        ("first_shared", c_int64),
+        ("scale", c_float),
+        ("shared_weight", c_float),
+        ("shared_gate", c_void_p),
+    )
+
+
+class CExperts(Structure):
+    """struct Experts of csrc/moe.h."""
+
+    _fields_ = (
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("slots", c_int64),
+        ("hidden", c_int64),
+        ("width", c_int64),
+        ("gate", c_void_p),
+    )
+
+
 class COp(Structure):
-    """struct Op."""
+    """struct Op of csrc/op.h."""
 
     _fields_ = (
         ("kind", c_int64),
@@ -89,17 +150,19 @@ class COp(Structure):
 
 
 class CBatch(Structure):
-    """struct Batch."""
+    """struct Batch of csrc/op.h."""
 
     _fields_ = (
         ("rows", c_int64),
         ("num_logits", c_int64),
         ("num_requests", c_int64),
+        ("num_states", c_int64),
         ("token_ids", c_void_p),
         ("positions", c_void_p),
         ("slots", c_void_p),
         ("logits_rows", c_void_p),
         ("requests", c_void_p),
+        ("states", c_void_p),
         ("logits", c_void_p),
     )
 
@@ -111,6 +174,8 @@ def load_library(path: Path | None) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.proa_pack.argtypes = (c_int64, c_void_p, c_int64, c_int64, c_void_p)
     library.proa_pack.restype = None
+    library.proa_pack_slots.argtypes = (c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64)
+    library.proa_pack_slots.restype = None
     library.proa_row_bytes.argtypes = (c_int64, c_int64)
     library.proa_row_bytes.restype = c_int64
     library.proa_pack_blocks.argtypes = (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)

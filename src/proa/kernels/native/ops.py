@@ -46,7 +46,7 @@ class NativeDense:
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         out, size = weight.shape
-        panels = torch.empty((_whole(out), size), dtype=weight.dtype)
+        panels = torch.empty((whole(out), size), dtype=weight.dtype)
         form = Form.BF16 if weight.dtype == torch.bfloat16 else Form.F32
         self.library.proa_pack(form == Form.BF16, weight.data_ptr(), out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, weight.dtype)
@@ -55,7 +55,7 @@ class NativeDense:
         out, row_bytes = blocks.shape
         size = row_bytes // format.storage.nbytes * format.storage.elements
         form = Form[format.name]
-        panels = torch.empty((_whole(out), self.library.proa_row_bytes(form, size)), dtype=torch.uint8)
+        panels = torch.empty((whole(out), self.library.proa_row_bytes(form, size)), dtype=torch.uint8)
         self.library.proa_pack_blocks(form, blocks.data_ptr(), row_bytes, out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, dtype)
 
@@ -82,14 +82,21 @@ class NativeDense:
     def matmul(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         out = self.sink.empty((len(x), packed.out_features), x.dtype)
         scratch = self._scratch(len(x), packed)
-        op = COp(kind=Kind.MATMUL, a=x.data_ptr(), b=_linear(packed), out=out.data_ptr(), scratch=_address(scratch))
+        op = COp(
+            kind=Kind.MATMUL,
+            m=x.stride(0),
+            a=x.data_ptr(),
+            b=_linear(packed),
+            out=out.data_ptr(),
+            scratch=address(scratch),
+        )
         self.sink.emit(x.dtype, op, len(x), (packed,))
         return out
 
     def logits(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         out = self.sink.logits(len(x), packed.out_features)
         scratch = self._scratch(len(x), packed)
-        op = COp(kind=Kind.LOGITS, a=x.data_ptr(), b=_linear(packed), scratch=_address(scratch))
+        op = COp(kind=Kind.LOGITS, m=x.stride(0), a=x.data_ptr(), b=_linear(packed), scratch=address(scratch))
         self.sink.emit(x.dtype, op, len(x), (packed,), logits=out)
         return out
 
@@ -122,10 +129,33 @@ class NativeDense:
             c=_linear(down),
             tmp=hidden.data_ptr(),
             out=out.data_ptr(),
-            scratch=_address(scratch),
+            scratch=address(scratch),
         )
         self.sink.emit(x.dtype, op, len(x), (gate_up, down))
         return out
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        out = self.sink.empty(tuple(x.shape), x.dtype)
+        op = COp(kind=Kind.GATE, n=x.shape[1], m=gate.stride(0), a=x.data_ptr(), b=gate.data_ptr(), out=out.data_ptr())
+        self.sink.emit(x.dtype, op, len(x), ())
+        return out
+
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor, magnitude: float
+    ) -> RopeRows:
+        shape = (len(positions), 1, len(frequencies))
+        cos, sin = (self.sink.empty(shape, torch.float32) for _ in range(2))
+        op = COp(
+            kind=Kind.ROTATION,
+            n=len(frequencies),
+            f=magnitude,
+            a=frequencies.data_ptr(),
+            b=signs.data_ptr(),
+            out=cos.data_ptr(),
+            tmp=sin.data_ptr(),
+        )
+        self.sink.emit(torch.float32, op, len(positions), (frequencies, signs), positions=positions)
+        return RopeRows(cos=cos, sin=sin)
 
     def _scratch(self, rows: int, *maps: Packed) -> torch.Tensor | None:
         """Room for the quantised rows of an op's input, where one of its weights is quantised."""
@@ -143,20 +173,6 @@ class NativeAttention:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
 
-    def rotation(self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor) -> RopeRows:
-        shape = (len(positions), 1, len(frequencies))
-        cos, sin = (self.sink.empty(shape, torch.float32) for _ in range(2))
-        op = COp(
-            kind=Kind.ROTATION,
-            n=len(frequencies),
-            a=frequencies.data_ptr(),
-            b=signs.data_ptr(),
-            out=cos.data_ptr(),
-            tmp=sin.data_ptr(),
-        )
-        self.sink.emit(torch.float32, op, len(positions), (frequencies, signs), positions=positions)
-        return RopeRows(cos=cos, sin=sin)
-
     def write(
         self,
         projected: torch.Tensor,
@@ -168,11 +184,15 @@ class NativeAttention:
     ) -> torch.Tensor:
         rows = len(projected)
         out = self.sink.empty((rows, heads.query, heads.size), projected.dtype)
-        weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
-        shape = CHeads(heads.query, heads.key_value, heads.size, rope.cos.shape[-1], eps, weight)
+        is_whole, eps, weight = (
+            (False, 0.0, None) if norm is None else (norm.is_whole, norm.eps, norm.weight.data_ptr())
+        )
+        turned = rope.cos.shape[-1]
+        shape = CHeads(heads.query, heads.key_value, heads.size, turned, rope.is_interleaved, is_whole, eps, weight)
         cache = _cache(kv)
         op = COp(
             kind=Kind.WRITE,
+            m=projected.stride(0),
             a=projected.data_ptr(),
             b=ctypes.addressof(shape),
             c=ctypes.addressof(cache),
@@ -217,7 +237,7 @@ def request_rows(segments: Sequence[Segment], first: int) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _whole(out: int) -> int:
+def whole(out: int) -> int:
     """Rows of whole panels."""
     return -(-out // PANEL) * PANEL
 
@@ -229,13 +249,13 @@ def _packed(
     if bias is not None:
         padded = torch.zeros(len(panels))
         padded[:out] = bias
-    linear = CLinear(panels.data_ptr(), _address(padded), form, out, size)
+    linear = CLinear(panels.data_ptr(), address(padded), form, out, size)
     return NativePacked(
         weight=panels, bias=bias, in_features=size, out_features=out, linear=linear, padded_bias=padded, dtype=dtype
     )
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
+def address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 

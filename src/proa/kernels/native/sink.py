@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,7 +54,7 @@ class Direct:
 
 def c_batch(rows: int, batch: Mapping[str, Any]) -> CBatch:
     """The C batch of these fields. What they point to must outlive its use."""
-    counts = {"logits_rows": "num_logits", "requests": "num_requests"}
+    counts = {"logits_rows": "num_logits", "requests": "num_requests", "states": "num_states"}
     fields = CBatch(rows=rows)
     for name, value in batch.items():
         setattr(fields, name, address(value))
@@ -67,8 +68,8 @@ def address(value: torch.Tensor | np.ndarray) -> int:
 
 
 class Recorder:
-    """Collects ops over a workspace of `capacity` rows. A tensor that the recorded code drops is used again for a later
-    op, as an allocator would: by then everything that reads it has been emitted before."""
+    """Collects ops over a workspace of `capacity` rows. Memory that the recorded code drops (a tensor and its parts) is
+    used again for a later op, as an allocator would: by then everything that reads it has been emitted before."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -76,15 +77,15 @@ class Recorder:
         self.keep: list[Any] = []
         self.is_bf16 = False
         self._selected = False
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+        self._free: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        spare = self._free.setdefault((shape, dtype), [])
-        memory = spare.pop() if spare else torch.empty(shape, dtype=dtype)
+        spare = self._free.setdefault(shape + (dtype.itemsize,), [])
+        memory = spare.pop() if spare else torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
         self.keep.append(memory)
-        handed = memory.view(shape)
-        weakref.finalize(handed, spare.append, memory)
-        return handed
+        lease = memory.numpy()  # held by the storage of what is handed out, so also by every part of it
+        weakref.finalize(lease, spare.append, memory)
+        return torch.from_numpy(lease).view(dtype).view(shape)
 
     def logits(self, rows: int, vocab: int) -> torch.Tensor:
         return torch.empty((rows, vocab), device="meta")

@@ -18,10 +18,6 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def rotation(self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor) -> RopeRows:
-        angles = positions.float().view(-1, 1, 1) * frequencies
-        return RopeRows(cos=angles.cos(), sin=angles.sin().mul_(signs))
-
     def write(
         self,
         projected: torch.Tensor,
@@ -31,11 +27,11 @@ class ReferenceAttention:
         kv: LayerKV,
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
-        rows = projected.view(len(projected), heads.query + 2 * heads.key_value, heads.size)
+        rows = projected[:, : heads.width].unflatten(1, (heads.query + 2 * heads.key_value, heads.size))
         rotated, values = rows.split((heads.query + heads.key_value, heads.key_value), dim=1)
         rotated = rotated.float()
         if norm is not None:
-            rotated = rms_norm(rotated, None, norm.eps) * norm.weight
+            rotated = _normed(rotated, heads, norm)
         queries, keys = rotate(rotated, rope).to(projected.dtype).split((heads.query, heads.key_value), dim=1)
         kv.keys.index_copy_(0, write_slots, keys.to(kv.keys.dtype))
         kv.values.index_copy_(0, write_slots, values.to(kv.values.dtype))
@@ -56,12 +52,21 @@ class ReferenceAttention:
             grouped.reshape(segment.requests, kv_heads, segment.queries * group, size),
             _gather(kv.keys, view, segment.requests, queries.dtype),
             _gather(kv.values, view, segment.requests, queries.dtype),
-            attn_mask=_mask(view, group, queries.dtype),
+            attn_mask=mask(view, group, queries.dtype),
             scale=scale,
         )
         out = out.view(segment.requests, kv_heads, segment.queries, group, size).transpose(1, 2)
         out = out.reshape(segment.requests * segment.queries, num_heads * size)
         return out if segment.unpad is None else out.index_select(0, segment.unpad)
+
+
+def _normed(rows: torch.Tensor, heads: Heads, norm: HeadNorm) -> torch.Tensor:
+    """Query and key heads of `rows` [T, H + K, d] float32, each normed by itself or all of a kind as one vector."""
+    if norm.is_whole:
+        parts = rows.split((heads.query, heads.key_value), dim=1)
+        whole = [rms_norm(part.flatten(1), None, norm.eps).view(part.shape) for part in parts]
+        return torch.cat(whole, dim=1) * norm.weight
+    return rms_norm(rows, None, norm.eps) * norm.weight
 
 
 def _gather(rows: torch.Tensor, view: View, requests: int, dtype: torch.dtype) -> torch.Tensor:
@@ -70,7 +75,7 @@ def _gather(rows: torch.Tensor, view: View, requests: int, dtype: torch.dtype) -
     return gathered.view(requests, -1, *rows.shape[1:]).transpose(1, 2)
 
 
-def _mask(view: View, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+def mask(view: View, group: int, dtype: torch.dtype) -> torch.Tensor | None:
     """0 where visible, else -inf, [B, 1, Q * G, L]; None when all is visible."""
     if view.visible is None:
         return None

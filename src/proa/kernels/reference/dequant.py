@@ -1,7 +1,7 @@
-"""Stored bytes -> float32 values in the hub's row order: GGUF's block formats and the plain float types.
+"""Stored bytes -> float32 values in the hub's row order: GGUF's block formats, plain float types, block FP8.
 
-Written from ggml's block definitions. Per format: `blocks` uint8 [n, bytes of a block] -> float32 [n, elements of a
-block]. `d` is a block's scale, `m` its minimum, both stored as float16.
+GGUF's formats are written from ggml's block definitions. Per format: `blocks` uint8 [n, bytes of a block] -> float32
+[n, elements of a block]. `d` is a block's scale, `m` its minimum, both stored as float16.
 """
 
 from __future__ import annotations
@@ -37,6 +37,26 @@ def dequantize(raw: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
     for start in range(0, len(blocks), step):
         values[start : start + step] = decode(blocks[start : start + step])
     return values.reshape(shape)
+
+
+def dequantize_fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Block FP8 -> float32: each rectangle of `block` elements times its scale; the last ones may be cut short.
+
+    `weight` [rows, columns] float8_e4m3, whole block rows from the first one on (the last may be cut). `scale` of any
+    float type [rows / block[0], columns / block[1]], rounded up.
+    """
+    (rows, columns), (high, wide) = weight.shape, block
+    grid = (-(-rows // high), -(-columns // wide))
+    if tuple(scale.shape) != grid:
+        raise WeightError(
+            "weights/shape", f"scales {list(scale.shape)} are not one per {high} x {wide} block of {list(weight.shape)}"
+        )
+    values = weight.to(torch.float32)
+    factors = scale.to(torch.float32).repeat_interleave(wide, dim=1)[:, :columns]
+    whole = rows - rows % high
+    values[:whole].view(-1, high, columns).mul_(factors[: whole // high, None])
+    values[whole:].mul_(factors[whole // high :])
+    return values
 
 
 def unpermute_rope(rows: Tensor, heads: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from proa.arch.blocks import QueryScale
 from proa.kernels.reference.dequant import dequantize
 from proa.kernels.seam import Packed, RopeRows
 from proa.units import DType
@@ -19,11 +20,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 
 
 def rotate(x: torch.Tensor, rope: RopeRows) -> torch.Tensor:
-    """Rotate x [T, N, d] float32. Elements past the rotary size stay as they are."""
+    """Rotate x [T, N, d] float32. Elements past the rotary size stay as they are; neighbours that are pairs come to lie
+    in two halves (kernels/seam.py: RopeRows)."""
     size = rope.cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], rope), x[..., size:]), dim=-1)
+    if rope.is_interleaved:
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     return torch.addcmul(x * rope.cos, x.roll(size // 2, dims=-1), rope.sin)
+
+
+def scale_queries(queries: torch.Tensor, positions: torch.Tensor, spec: QueryScale) -> torch.Tensor:
+    """Queries [T, H, d] times the factor of their position (arch/blocks.py: QueryScale), in their dtype."""
+    factors = 1 + spec.beta * torch.log1p((positions // spec.original).float())
+    return (queries * factors.view(-1, 1, 1)).to(queries.dtype)
 
 
 class ReferenceDense:
@@ -65,3 +75,12 @@ class ReferenceDense:
     def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
         gate, up = self.matmul(x, gate_up).chunk(2, dim=-1)
         return self.matmul(F.silu(gate) * up, down)
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor, magnitude: float
+    ) -> RopeRows:
+        angles = positions.float().view(-1, 1, 1) * frequencies
+        return RopeRows(cos=angles.cos().mul_(magnitude), sin=angles.sin().mul_(signs * magnitude))

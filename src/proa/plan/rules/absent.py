@@ -1,4 +1,4 @@
-"""Knobs of blocks that a model does not have: linear attention and mixture of experts, in dense models."""
+"""Knobs of blocks that a model does not have: linear attention, experts, shared ones among them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from proa.errors import PlanError
 from proa.plan.context import RunnerContext
 from proa.plan.decision import Decision, Note
 from proa.plan.rules.settle import names_role, show, spelled
-from proa.plan.runner_plan import PhasePlan
+from proa.plan.runner_plan import LinearAttentionPlan
 from proa.units import Role
 
 
-def linear_attention(ctx: RunnerContext, facts: Mapping[str, Any]) -> PhasePlan:
-    def phase(name: str, ask: Choice[str]) -> Decision[None]:
-        why = "0 linear-attention layers"
-        return _nothing(
-            ctx.role, f"linear_attention.{name}", ask, why, {"spec.linear_layers": facts["spec.linear_layers"]}
-        )
-
+def linear_attention(ctx: RunnerContext, facts: Mapping[str, Any]) -> LinearAttentionPlan:
     ask = ctx.intent
-    return PhasePlan(
-        prefill=phase("prefill", ask.linear_attention_prefill),
-        decode=phase("decode", ask.linear_attention_decode),
-        verify=phase("verify", ask.linear_attention_verify),
+    return LinearAttentionPlan(
+        prefill=without_states(ctx, facts, "linear_attention.prefill", ask.linear_attention_prefill),
+        decode=without_states(ctx, facts, "linear_attention.decode", ask.linear_attention_decode),
+        verify=without_states(ctx, facts, "linear_attention.verify", ask.linear_attention_verify),
     )
+
+
+def without_states(ctx: RunnerContext, facts: Mapping[str, Any], knob: str, ask: Choice[Any]) -> Decision[None]:
+    """Of a model without linear attention, whose layers keep no state but rows of the cache."""
+    read = {"spec.linear_layers": facts["spec.linear_layers"]}
+    return _nothing(ctx.role, knob, ask, "0 linear-attention layers", read)
 
 
 def moe_kernel(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[None]:

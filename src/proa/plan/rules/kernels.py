@@ -1,4 +1,4 @@
-"""Kernels of attention and matmul, and the numerics that they allow."""
+"""Kernels of attention, matmul and experts, and the numerics that they allow."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from dataclasses import replace
 from typing import Any
 
 from proa.choice import Choice
-from proa.conditions import Blocked, Blocks, Condition, FactView, Source
-from proa.kernels.catalog import CATALOG, kernels_for, phase_op
+from proa.conditions import Blocked, Blocks, Condition, Facts, FactView, Source
+from proa.kernels.catalog import CATALOG, MATMUL, MOE, kernels_for
+from proa.kernels.delta_catalog import DELTA
+from proa.kernels.kernel_info import phase_op
 from proa.plan.context import RunnerContext
 from proa.plan.decision import Decision, Note
 from proa.plan.footprint import copies_embedding
+from proa.plan.rules import absent
+from proa.plan.rules.linear_attention import mixed_phases
 from proa.plan.rules.settle import Knob, Option, settle
-from proa.plan.runner_plan import PhasePlan
+from proa.plan.runner_plan import LinearAttentionPlan, PhasePlan
 from proa.units import Numerics, Phase
 
 
-def attention(ctx: RunnerContext, facts: Mapping[str, Any]) -> PhasePlan:
+def attention(ctx: RunnerContext, facts: Facts) -> PhasePlan:
     """One kernel per phase. Phases share the cache, so each also sees what was asked for the others."""
     ask = ctx.intent
     asks = (ask.attention_prefill, ask.attention_decode, ask.attention_verify)
-    facts = {**facts, "ask.attention": [choice.value for choice in asks if not choice.is_auto]}
+    facts = facts | {"ask.attention": [choice.value for choice in asks if not choice.is_auto]}
     return PhasePlan(
         prefill=_kernel(ctx, facts, phase_op("attention", Phase.PREFILL), ask.attention_prefill),
         decode=_kernel(ctx, facts, phase_op("attention", Phase.DECODE), ask.attention_decode),
@@ -30,11 +34,17 @@ def attention(ctx: RunnerContext, facts: Mapping[str, Any]) -> PhasePlan:
 
 
 def matmul(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
-    chosen = _kernel(ctx, facts, "matmul", ctx.intent.matmul_kernel, knob="matmul_kernel")
+    chosen = _kernel(ctx, facts, MATMUL, ctx.intent.matmul_kernel, knob="matmul_kernel")
     if not copies_embedding(chosen.value, facts["plan.head"]):
         return chosen
     copy = Note(condition="kernel.onednn.copy", reason="the tied head is a second copy of the embedding in memory")
     return replace(chosen, notes=(*chosen.notes, copy))
+
+
+def moe(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str] | Decision[None]:
+    if not ctx.spec.moe_layers:
+        return absent.moe_kernel(ctx, facts)
+    return _kernel(ctx, facts, MOE, ctx.intent.moe_kernel, knob="moe_kernel")
 
 
 def _kernel(
@@ -65,13 +75,22 @@ EXACT = Condition(id="numerics.exact_kernels", reads=("kernels.not_exact",), blo
 
 
 def numerics(
-    ctx: RunnerContext, facts: Mapping[str, Any], attention: PhasePlan, matmul: Decision[str]
+    ctx: RunnerContext,
+    facts: Facts,
+    attention: PhasePlan,
+    linear: LinearAttentionPlan,
+    matmul: Decision[str],
+    experts: Decision[str | None],
 ) -> Decision[Numerics]:
-    """Exact where every chosen kernel is, else fast."""
-    chosen = {d.knob: d.value for d in (attention.prefill, attention.decode, attention.verify)} | {
-        "matmul": matmul.value
-    }
-    inexact = [k.op for k in CATALOG if chosen[k.op] == k.backend and not k.exact]
+    """Exact where every chosen kernel is, else fast. All phases of linear attention must run on one: what was decoded
+    may be verified, or prefilled again, and must get the same bits."""
+    chosen: dict[str, str | None] = {MATMUL: matmul.value, MOE: experts.value}
+    for op, plan in (("attention", attention), (DELTA, linear)):
+        leaves = {Phase.PREFILL: plan.prefill, Phase.DECODE: plan.decode, Phase.VERIFY: plan.verify}
+        chosen |= {phase_op(op, phase): leaf.value for phase, leaf in leaves.items()}
+    kernels = (*CATALOG, *(kernel for plugin in ctx.plugins for kernel in plugin.kernels))
+    inexact = [k.op for k in kernels if chosen[k.op] == k.backend and not k.exact]
+    inexact += [op for op in mixed_phases(linear) if op not in inexact]
     exact = Option(
         value=Numerics.EXACT, rule="numerics.exact", reason="all kernels are", source=Source.HARDWARE, requires=(EXACT,)
     )
@@ -79,4 +98,4 @@ def numerics(
         value=Numerics.FAST, rule="numerics.fast", reason="rounding may differ by batch", source=Source.DEFAULT
     )
     knob = Knob(name="numerics", role=ctx.role, ask=ctx.intent.numerics, is_capability=True)
-    return settle(knob, {**facts, "kernels.not_exact": inexact}, (exact, fast))
+    return settle(knob, facts | {"kernels.not_exact": inexact}, (exact, fast))

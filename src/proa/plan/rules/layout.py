@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from proa.arch.decoder import Borrow
 from proa.choice import AUTO, Choice
 from proa.conditions import Blocked, Blocks, Condition, FactView, Source
 from proa.plan.context import RunnerContext
 from proa.plan.decision import Decision
+from proa.plan.ranks import ranks
 from proa.plan.rules.settle import Knob, Option, settle
 
 DEFAULT_PAGE = 16
-TIED, OWN = "tied", "own"
+TIED, OWN, BORROWED = "tied", "own", "borrowed"
 
 
 def head(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
     """The output head is the embedding matrix or a matrix of its own.
+
+    A draft that borrows it has none, and only compares a stored copy with its target's.
 
     | config says | lm_head stored | head |
     | --- | --- | --- |
@@ -26,7 +30,11 @@ def head(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
     | untied | no | its own in a hub checkpoint (so the load is refused), tied in a GGUF file |
     """
     reads = ("spec.tied_head", "checkpoint.has_head", "checkpoint.form")
-    value, rule, reason = _head(*(facts[name] for name in reads))
+    if Borrow.HEAD in ctx.spec.borrows:
+        reads = ("spec.borrows",)
+        value, rule, reason = BORROWED, "head.borrowed", "the target's; a stored copy is compared with it at load"
+    else:
+        value, rule, reason = _head(*(facts[name] for name in reads))
     option = Option(value=value, rule=rule, reason=reason, source=Source.CHECKPOINT, reads=reads)
     return settle(Knob(name="head", role=ctx.role, ask=AUTO), facts, (option,))
 
@@ -49,19 +57,19 @@ def _one_rank(facts: FactView) -> Blocked | None:
     tensor, expert = facts["parallel.tensor"], facts["parallel.expert"]
     if tensor == expert == 1:
         return None
-    return Blocked("this version of Proa runs one rank (tensor-parallel 1, expert-parallel 1)", Source.CONSTRAINT)
+    return Blocked("planned only: this version of Proa runs one rank", Source.CONSTRAINT)
 
 
 ONE_RANK = Condition(
-    id="parallel.one_rank", reads=("parallel.tensor", "parallel.expert"), blocks=Blocks.ALWAYS, check=_one_rank
+    id="parallel.one_rank", reads=("parallel.tensor", "parallel.expert"), blocks=Blocks.AUTO, check=_one_rank
 )
 
 
 def parallel(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
-    """Ranks, as `tp=1 ep=1`. More than one is refused by name."""
+    """Ranks, as `tp=1 ep=1`. More than one can be planned; plan/ranks.py refuses to run it."""
     tensor, expert = ctx.parallel.tensor_parallel, ctx.parallel.expert_parallel
     ask = expert if tensor.is_auto else tensor
-    value = f"tp={facts['parallel.tensor']} ep={facts['parallel.expert']}"
+    value = ranks(facts["parallel.tensor"], facts["parallel.expert"])
     one = Option(value=value, rule="parallel.one", reason="one rank", source=Source.DEFAULT, requires=(ONE_RANK,))
     worded = Choice(value=None if ask.is_auto else value, origin=ask.origin)
     return settle(Knob(name="parallel", role=ctx.role, ask=worded), facts, (one,))

@@ -1,4 +1,7 @@
-"""How many cache pages each runner has. Both runners get pages for the same number of tokens."""
+"""How many cache pages each runner has. Both runners get pages for the same number of tokens.
+
+States that do not grow come first (rules/states.py): without its states no request runs.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any
 
 from proa.choice import Choice
 from proa.conditions import Source
+from proa.config.intent import CacheIntent
 from proa.errors import CacheExhausted
 from proa.kernels.caps import DeviceCaps
 from proa.plan.decision import Decision, Note
 from proa.plan.rules.settle import spelled
+from proa.plan.rules.states import StatePlan, StateSize, states
 from proa.plan.runner_plan import MemoryPlan
 from proa.units import Role, format_bytes
 
@@ -23,7 +28,8 @@ RESERVE_BYTES = 2**30
 class RunnerSize:
     """What one runner takes: resident weights, and bytes of a page of `page_size` rows over all its layers.
 
-    `slack` is how many rows a request may hold beyond its length (proposed ones, in the draft's pool).
+    `slack` is how many rows a request may hold beyond its length (proposed ones, in the draft's pool); `states` are
+    what it holds beside its rows.
     """
 
     role: Role
@@ -31,6 +37,7 @@ class RunnerSize:
     page_bytes: int
     page_size: int
     slack: int
+    states: StateSize
 
     def pages(self, tokens: int, seqs: int) -> int:
         """Pages for `tokens` rows over `seqs` requests, their slack included."""
@@ -60,14 +67,24 @@ def memory_facts(caps: DeviceCaps, device: str) -> dict[str, Any]:
 
 
 def memory(
-    ask: Choice[int], sizes: Sequence[RunnerSize], seqs: int, length: int, facts: Mapping[str, Any]
-) -> MemoryPlan:
-    """Pages for the least of: what was asked or is free, and what `seqs` requests of `length` rows can use.
+    ask: CacheIntent, sizes: Sequence[RunnerSize], seqs: Decision[int], length: int, facts: Mapping[str, Any]
+) -> tuple[Decision[int], MemoryPlan]:
+    """The number of requests that have room for their states, and the memory of that many.
 
-    Raises CacheExhausted when the weights do not fit, or not even one page does.
+    Raises CacheExhausted when weights or states do not fit, or not even one page does.
     """
-    weights = sum(size.weights_bytes for size in sizes)
-    budget = _budget(ask, weights, facts)
+    beside = _beside(sum(size.weights_bytes for size in sizes), facts)
+    left = beside - _reserve(beside)
+    slots = states(seqs, ask.snapshots, {size.role: size.states for size in sizes}, left, facts)
+    return slots.max_num_seqs, _pages(ask.memory_bytes, sizes, slots, length, facts)
+
+
+def _pages(
+    ask: Choice[int], sizes: Sequence[RunnerSize], slots: StatePlan, length: int, facts: Mapping[str, Any]
+) -> MemoryPlan:
+    """Pages for the least of: what was asked or is free, and what all requests of `length` rows can use."""
+    weights, seqs = sum(size.weights_bytes for size in sizes), slots.max_num_seqs.value
+    budget = _budget(ask, _beside(weights, facts), slots.nbytes)
     most = {size.role: size.most_pages(seqs, length) for size in sizes}
     counts = _spread(budget.nbytes, sizes, seqs)
     useful = sum(most[size.role] * size.page_bytes for size in sizes)
@@ -85,17 +102,23 @@ def memory(
     inputs = {
         **facts,
         "memory.weights_bytes": weights,
+        **({"memory.states_bytes": slots.nbytes} if slots.nbytes else {}),
         "memory.page_bytes": {s.role.value: s.page_bytes for s in sizes},
     }
     return MemoryPlan(
         target_pages=_decision("memory.target_pages", counts[Role.TARGET], ask, budget, inputs),
         draft_pages=_decision("memory.draft_pages", counts.get(Role.DRAFT, 0), ask, budget, inputs),
+        state_slots=slots.state_slots,
+        snapshot_slots=slots.snapshot_slots,
+        kept_rows=slots.kept_rows,
         page_bytes={size.role.value: size.page_bytes for size in sizes},
+        state_bytes={size.role.value: size.states.slot_bytes for size in sizes},
         weights_bytes={size.role.value: size.weights_bytes for size in sizes},
     )
 
 
-def _budget(ask: Choice[int], weights: int, facts: Mapping[str, Any]) -> Budget:
+def _beside(weights: int, facts: Mapping[str, Any]) -> int:
+    """Bytes that are free beside the weights."""
     free: int = facts["caps.memory_available"]
     if weights > free:
         raise CacheExhausted(
@@ -104,12 +127,22 @@ def _budget(ask: Choice[int], weights: int, facts: Mapping[str, Any]) -> Budget:
             facts=(f"memory of the device: {format_bytes(facts['caps.memory_bytes'])}",),
             hint="a smaller model, or more memory",
         )
+    return free - weights
+
+
+def _reserve(beside: int) -> int:
+    return min(RESERVE_BYTES, beside // 4)
+
+
+def _budget(ask: Choice[int], beside: int, states: int) -> Budget:
+    """Of `beside` bytes that the weights leave, `states` are taken."""
     if ask.value is not None:
         return Budget(nbytes=ask.value, rule="memory.asked", reason="asked", source=Source.ASKED)
-    reserve = min(RESERVE_BYTES, (free - weights) // 4)
-    left = free - weights - reserve
+    reserve = _reserve(beside)
+    left = max(0, beside - reserve - states)
     if left < AUTO_KV_BYTES:
-        reason = f"what is free after the weights and a reserve of {format_bytes(reserve)}"
+        before = f"the weights, {format_bytes(states)} of states" if states else "the weights"
+        reason = f"what is free after {before} and a reserve of {format_bytes(reserve)}"
         return Budget(nbytes=left, rule="memory.free", reason=reason, source=Source.HARDWARE)
     reason = f"{format_bytes(AUTO_KV_BYTES)} unless --kv-memory says otherwise"
     return Budget(nbytes=AUTO_KV_BYTES, rule="memory.auto_cap", reason=reason, source=Source.DEFAULT)
@@ -129,11 +162,11 @@ def _spread(nbytes: int, sizes: Sequence[RunnerSize], seqs: int) -> dict[Role, i
 
 
 def _decision(knob: str, pages: int, ask: Choice[int], budget: Budget, inputs: Mapping[str, Any]) -> Decision[int]:
-    taken = inputs["memory.weights_bytes"] + budget.nbytes
+    taken = inputs["memory.weights_bytes"] + inputs.get("memory.states_bytes", 0) + budget.nbytes
     free: int = inputs["caps.memory_available"]
     over = Note(
         condition="memory.within_free",
-        reason=f"weights and pages take {format_bytes(taken)}, but only {format_bytes(free)} is free",
+        reason=f"weights, states and pages take {format_bytes(taken)}, but only {format_bytes(free)} is free",
     )
     return Decision(
         knob=knob,

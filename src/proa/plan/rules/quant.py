@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from proa.conditions import Blocked, Blocks, Condition, FactView, Source
-from proa.kernels.catalog import NATIVE
+from proa.kernels.kernel_info import NATIVE
 from proa.plan.context import RunnerContext
 from proa.plan.decision import Decision, Note
 from proa.plan.rules.settle import Knob, Option, settle
@@ -16,6 +16,8 @@ from proa.units import DType
 
 COMPUTE = (DType.F32, DType.BF16)
 NONE = "none"
+CODES = frozenset({DType.F8_E4M3, DType.F8_E5M2, DType.I32, DType.I8, DType.U8})
+"""Element types of quantised weights in the hub's forms: values exist only with the scales beside them."""
 
 
 def stored_format(facts: Mapping[str, Any]) -> DType:
@@ -36,6 +38,10 @@ def _on_blocks(facts: FactView) -> Blocked | None:
     return None
 
 
+def _no_kernels_on_codes(_: FactView) -> Blocked:
+    return Blocked("no kernel computes on this stored form", Source.CONSTRAINT)
+
+
 def _dot_products(facts: FactView) -> Blocked | None:
     return None if "avx512_vnni" in facts["caps.isa"] else Blocked("this CPU has no avx512_vnni", Source.HARDWARE)
 
@@ -50,6 +56,7 @@ FP16 = Condition(id="dtype.no_fp16", reads=("plan.device",), blocks=Blocks.ALWAY
 BLOCKS = Condition(
     id="quantization.kernels", reads=("stored.blocks", "plan.matmul_kernel"), blocks=Blocks.ALWAYS, check=_on_blocks
 )
+KEPT = Condition(id="quantization.kept_codes", reads=(), blocks=Blocks.ALWAYS, check=_no_kernels_on_codes)
 VNNI = Condition(id="quantization.vnni", reads=("caps.isa",), blocks=Blocks.ALWAYS, check=_dot_products)
 ROUNDED = Condition(id="quantization.float32", reads=("plan.dtype",), blocks=Blocks.AUTO, check=_not_float32)
 
@@ -60,9 +67,12 @@ def dtype(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[DType]:
     value, why = DType.BF16, f"stored as {stored.value}"
     if stored.is_block:
         why = f"{stored.value} blocks are computed with in bfloat16"
+    elif stored in CODES:
+        why = f"{next(iter(facts['stored.formats']), stored.value)} weights are computed with in bfloat16"
     elif stored in (DType.F32, DType.F64):
         value = DType.F32
-    first = Option(value=value, rule="dtype.stored", reason=why, source=Source.CHECKPOINT, reads=("stored.bytes",))
+    reads = ("stored.bytes", "stored.formats") if stored in CODES else ("stored.bytes",)
+    first = Option(value=value, rule="dtype.stored", reason=why, source=Source.CHECKPOINT, reads=reads)
     other = Option(
         value=COMPUTE[value is DType.F32], rule="dtype.other", reason="the other compute type", source=Source.DEFAULT
     )
@@ -85,7 +95,10 @@ def _noting_mix(decision: Decision[DType], stored: Mapping[str, int]) -> Decisio
 
 
 def quantization(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
-    """The weight format that runs: the stored blocks where kernels compute on them, else `none` (the compute dtype)."""
+    """The weight format that runs: the stored blocks where kernels compute on them, else `none` (the compute dtype).
+
+    Only the runner's own tensors are looked at: a plain draft beside a quantised target is not quantised.
+    """
     stored: Mapping[str, int] = facts["stored.tensors"]
     blocks = [name for name in stored if DType(name).is_block]
     counts = Counter(format for _, format in facts["stored.blocks"])
@@ -100,18 +113,32 @@ def quantization(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
         )
         for name in sorted(blocks, key=lambda name: -counts[name])
     ]
-    reason = "no quantised tensors"
-    if blocks:
-        found = ", ".join(f"{name} blocks ({stored[name]} tensor{'s' * (stored[name] > 1)})" for name in blocks)
-        reason = f"{found} dequantised on load"
-    none = Option(
-        value=NONE, rule="quantization.none", reason=reason, source=Source.CHECKPOINT, reads=("stored.tensors",)
-    )
+    kept += [
+        Option(value=name, rule="quantization.kept", reason="", source=Source.CHECKPOINT, requires=(KEPT,))
+        for name in dict.fromkeys(format.split()[0] for format in facts["stored.formats"])
+    ]
+    reason = _stored_reason(blocks, facts)
+    reads = ("stored.tensors", "stored.formats", "stored.unread", "checkpoint.quant")
+    none = Option(value=NONE, rule="quantization.none", reason=reason, source=Source.CHECKPOINT, reads=reads)
     knob = Knob(name="quantization", role=ctx.role, ask=ctx.intent.quantization, is_capability=True)
     decision = settle(knob, facts, (*kept, none))
-    if blocks and decision.value == NONE and ctx.intent.quantization.is_auto:
+    if kept and decision.value == NONE and ctx.intent.quantization.is_auto:
         return replace(decision, reason=f"{reason}: {decision.reason}")
     return decision
+
+
+def _stored_reason(blocks: Sequence[str], facts: Mapping[str, Any]) -> str:
+    """What quantised tensors the runner has, and that they are expanded while loading."""
+    found = [(f"{name} blocks", facts["stored.tensors"][name]) for name in blocks]
+    found += facts["stored.formats"].items()
+    if found:
+        said = ", ".join(f"{name} ({count} tensor{'s' * (count > 1)})" for name, count in found)
+        if facts["stored.unread"]:
+            return f"{said}; {', '.join(facts['stored.unread'])} is accounted for, but not loaded by this version"
+        return f"{said} dequantised on load"
+    if facts["checkpoint.quant"] is None:
+        return "no quantised tensors"
+    return f"no quantised tensors (excluded from the checkpoint's {facts['checkpoint.quant']})"
 
 
 def _kept_reason(counts: Mapping[str, int]) -> str:

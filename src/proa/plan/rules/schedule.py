@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from proa.choice import Choice
+from proa.arch.delta_blocks import BLOCK
+from proa.choice import AUTO, Choice
 from proa.conditions import Blocked, Blocks, Condition, FactView, Source
 from proa.errors import CacheExhausted
 from proa.plan.decision import Decision
@@ -21,9 +22,35 @@ def max_num_seqs(ask: Choice[int]) -> Decision[int]:
     return _number("max_num_seqs", ask, MAX_NUM_SEQS, reason)
 
 
-def prefill_chunk(ask: Choice[int]) -> Decision[int]:
+def prefill_chunk(ask: Choice[int], alignment: int) -> Decision[int]:
+    """A whole number of aligned blocks: an ask is rounded down to one, or up to the first.
+
+    Rounded, not refused: how much is computed per step changes no result, and one setting must do for runners with and
+    without linear attention.
+    """
     reason = "long enough to be compute-bound, short enough not to stall running requests"
-    return _number("prefill_chunk", ask, PREFILL_CHUNK, reason)
+    decision = _number("prefill_chunk", ask, PREFILL_CHUNK, reason)
+    whole = max(1, decision.value // alignment) * alignment
+    if whole == decision.value:
+        return decision
+    why = f"chunks end at multiples of {alignment} tokens here, so {decision.value} become {whole}"
+    return replace(decision, value=whole, source=Source.CONSTRAINT, rule="prefill_chunk.aligned", reason=why)
+
+
+def prefill_alignment(facts: Mapping[str, Any]) -> Decision[int]:
+    """`facts` has `engine.linear_layers`, those of all runners. Blocks of linear attention lie at absolute multiples of
+    their length: a prompt that is cut there gets the same bits however it is cut, and has states to begin again from.
+    """
+    layers = facts["engine.linear_layers"]
+    value, why = (BLOCK, "prefill blocks of linear attention") if layers else (1, "0 linear-attention layers")
+    option = Option(
+        value=value,
+        rule="prefill_alignment.blocks" if layers else "prefill_alignment.none",
+        reason=why,
+        source=Source.CHECKPOINT,
+        reads=("engine.linear_layers",),
+    )
+    return settle(Knob(name="prefill_alignment", role=None, ask=AUTO), facts, (option,))
 
 
 def _number(knob: str, ask: Choice[int], default: int, reason: str) -> Decision[int]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from proa.choice import Choice
 from proa.conditions import Blocks, Condition, Source, Verdict, evaluate
@@ -80,7 +80,7 @@ def _auto(knob: Knob[T], facts: Mapping[str, Any], options: Sequence[Option[T]])
             rejected=tuple(Rejected(value=other.value, rule=rule, reason=b.reason) for other, rule, b in blockers),
             checked=_checked(verdicts),
         )
-    raise _cannot(knob, facts, options[-1], options)
+    raise _nothing_can(knob, verdicts)
 
 
 def _asked(knob: Knob[T], facts: Mapping[str, Any], option: Option[T], options: Sequence[Option[T]]) -> Decision[T]:
@@ -124,11 +124,10 @@ def _checked(verdicts: Sequence[tuple[Option[T], Verdict]]) -> tuple[Checked, ..
 
 
 def _cannot(knob: Knob[T], facts: Mapping[str, Any], option: Option[T], options: Sequence[Option[T]]) -> PlanError:
-    """The error of an option that must not be taken: what was asked and how, every blocker, what works."""
+    """The error of an ask that must not be taken: what was asked and how, every blocker, what works."""
     blockers = [v.blocked.reason for v in evaluate(option.requires, facts) if v.blocked]
     able = ", ".join(show(o.value) for o in options if not any(v.blocked for v in evaluate(o.requires, facts)))
-    asked = f"was asked for{spelled(knob.ask)}" if not knob.ask.is_auto else "is the last resort"
-    what = f"{knob.name} = {show(option.value)} {asked} but cannot"
+    what = f"{knob.name} = {show(option.value)} was asked for{spelled(knob.ask)} but cannot"
     role = knob.role.value if knob.role else None
     if not knob.is_capability:
         found = [f"can be: {able}."] if able else []
@@ -136,6 +135,15 @@ def _cannot(knob: Knob[T], facts: Mapping[str, Any], option: Option[T], options:
     have = f"have: {facts['caps.device']}, {' '.join(facts['caps.isa'])}"
     found = [f"can run: {able}."] if able else []
     return KernelUnavailable("plan/kernel-unavailable", f"{what} run here.", role=role, facts=[*blockers, have, *found])
+
+
+def _nothing_can(knob: Knob[T], verdicts: Sequence[tuple[Option[T], Verdict]]) -> PlanError:
+    """The error of a knob that was left open, and of which every value is blocked."""
+    blockers = [f"{show(option.value)}: {verdict.blocked.reason}" for option, verdict in verdicts if verdict.blocked]
+    role, what = knob.role.value if knob.role else None, f"{knob.name}: nothing can be chosen here."
+    if knob.is_capability:
+        return KernelUnavailable("plan/kernel-unavailable", what, role=role, facts=blockers)
+    return PlanError("plan/refused", what, role=role, facts=blockers)
 
 
 def unknown_value(knob: Knob[Any], known: Sequence[Any]) -> PlanError:
@@ -159,7 +167,10 @@ def names_role(ask: Choice[Any]) -> bool:
 
 
 def show(value: Any) -> str:
-    """A decision's value as users type it."""
+    """A decision's value as users type it; one that differs by layer as `1..3 fused, 4 separate`."""
+    if isinstance(value, Mapping):
+        answers = cast("Mapping[str, Any]", value)
+        return ", ".join(f"{layers} {show(answer)}" for layers, answer in answers.items())
     if isinstance(value, Enum):
         return str(value.value)
     return "none" if value is None else str(value)

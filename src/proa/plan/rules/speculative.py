@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +11,7 @@ from proa.choice import Choice
 from proa.conditions import Blocked, Blocks, Condition, FactView, Source
 from proa.config.intent import RunnerIntent, SpeculativeIntent
 from proa.errors import PlanError
-from proa.plan.decision import Decision
+from proa.plan.decision import Decision, Note
 from proa.plan.rules.settle import Knob, Option, names_role, settle, show, spelled
 from proa.units import Algorithm, Verification
 
@@ -26,6 +26,10 @@ LENGTHS: Mapping[Algorithm, tuple[int, str]] = MappingProxyType(
             15,
             f"{MEASURED}; proposals cost nothing to make, and 16 rows still share one pass over the weights",
         ),
+        Algorithm.NEXTN: (
+            3,
+            f"{MEASURED}; each proposed token costs a pass of one layer, which was trained for the first of them",
+        ),
     }
 )
 
@@ -39,6 +43,33 @@ def _no_draft(facts: FactView) -> Blocked | None:
     return Blocked("contradiction: a draft checkpoint was given (--draft) too", Source.CONSTRAINT) if given else None
 
 
+def _no_dspark(facts: FactView) -> Blocked | None:
+    keys = facts["bundle.dspark_keys"]
+    if not keys:
+        return None
+    return Blocked(f"the checkpoint carries DSpark stages ({', '.join(keys)}), no nextn layer", Source.CHECKPOINT)
+
+
+def _family_bundles(facts: FactView) -> Blocked | None:
+    if Algorithm.NEXTN.value in facts["bundle.known"]:
+        return None
+    return Blocked(f"checkpoints of the {facts['bundle.family']} family bundle no nextn draft", Source.CHECKPOINT)
+
+
+def _is_announced(facts: FactView) -> Blocked | None:
+    word = Algorithm.NEXTN.value
+    if word in facts["bundle.announced"] or word not in facts["bundle.known"]:
+        return None
+    return Blocked("config.json announces no nextn layer (num_nextn_predict_layers)", Source.CHECKPOINT)
+
+
+def _is_stored(facts: FactView) -> Blocked | None:
+    word = Algorithm.NEXTN.value
+    if word in facts["bundle.stored"] or word not in facts["bundle.announced"]:
+        return None
+    return Blocked("no tensor of a nextn layer is stored; it was stripped from this checkpoint", Source.CHECKPOINT)
+
+
 def _in_this_version(_: FactView) -> Blocked:
     return Blocked("not in this version of Proa; it comes later", Source.CONSTRAINT)
 
@@ -50,6 +81,15 @@ def _only_asked(_: FactView) -> Blocked:
 HAS_DRAFT = Condition(id="speculative.has_draft", reads=("draft.given",), blocks=Blocks.ALWAYS, check=_has_draft)
 NO_DRAFT = Condition(id="speculative.no_draft", reads=("draft.given",), blocks=Blocks.ALWAYS, check=_no_draft)
 LATER = Condition(id="speculative.later", reads=(), blocks=Blocks.ALWAYS, check=_in_this_version)
+NEXTN = tuple(
+    Condition(id=f"speculative.nextn.{name}", reads=reads, blocks=Blocks.ALWAYS, check=check)
+    for name, reads, check in (
+        ("dspark", ("bundle.dspark_keys",), _no_dspark),
+        ("family", ("bundle.known", "bundle.family"), _family_bundles),
+        ("announced", ("bundle.known", "bundle.announced"), _is_announced),
+        ("stored", ("bundle.announced", "bundle.stored"), _is_stored),
+    )
+)
 ASKED = Condition(id="speculative.only_asked", reads=(), blocks=Blocks.AUTO, check=_only_asked)
 
 REQUIRES: Mapping[Algorithm, tuple[Condition, ...]] = MappingProxyType(
@@ -57,13 +97,17 @@ REQUIRES: Mapping[Algorithm, tuple[Condition, ...]] = MappingProxyType(
         Algorithm.STANDALONE: (HAS_DRAFT,),
         Algorithm.NONE: (NO_DRAFT,),
         Algorithm.NGRAM: (NO_DRAFT, ASKED),
-        **dict.fromkeys((Algorithm.NEXTN, Algorithm.EAGLE3, Algorithm.DFLASH, Algorithm.DSPARK), (LATER,)),
+        Algorithm.NEXTN: NEXTN,
+        **dict.fromkeys((Algorithm.EAGLE3, Algorithm.DFLASH, Algorithm.DSPARK), (LATER,)),
     }
 )
 
 
 def algorithm(ask: Choice[Algorithm], facts: Mapping[str, Any]) -> Decision[Algorithm]:
-    """Standalone with a draft checkpoint, else none. Contradictions between the ask and the files are errors."""
+    """Standalone with a draft checkpoint, else none. Contradictions between the ask and the files are errors.
+
+    A bundled draft is in `facts` as that of the draft checkpoint, where one was given, else of the target's.
+    """
     options = [
         Option(
             value=value,
@@ -74,7 +118,12 @@ def algorithm(ask: Choice[Algorithm], facts: Mapping[str, Any]) -> Decision[Algo
         )
         for value, requires in REQUIRES.items()
     ]
-    return settle(Knob(name="speculative", role=None, ask=ask), facts, options)
+    decision = settle(Knob(name="speculative", role=None, ask=ask), facts, options)
+    if not ask.is_auto or decision.value is not Algorithm.NONE or not facts["bundle.stored"]:
+        return decision
+    there = ", ".join(facts["bundle.stored"])
+    offer = Note(condition="speculative.bundled", reason=f"the checkpoint bundles a draft: --speculative {there}")
+    return replace(decision, notes=(*decision.notes, offer))
 
 
 def num_draft_tokens(ask: Choice[int], chosen: Algorithm) -> Decision[int]:
@@ -102,7 +151,7 @@ def refuse_idle_asks(ask: SpeculativeIntent, chosen: Algorithm) -> None:
         raise PlanError(
             "plan/nothing-proposes",
             f"num_draft_tokens = {length.value} was asked for{spelled(length)}, but nothing proposes.",
-            hint="--draft PATH for a draft model, or --speculative ngram",
+            hint="--draft PATH for a draft model, or --speculative ngram, or nextn where the model has such a layer",
         )
 
 
@@ -118,5 +167,5 @@ def refuse_draft_asks(draft: RunnerIntent, chosen: Algorithm) -> None:
                 f"{name} = {show(choice.value)} was asked for{spelled(choice)}, but there is no draft runner.",
                 role="draft",
                 facts=(f"speculative = {chosen.value}",),
-                hint="--draft PATH",
+                hint="--draft PATH, or --speculative nextn for a draft in the checkpoint",
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from proa.speculative.protocol import DraftContext, DraftRequest, Proposal, Verdict
+from proa.speculative.protocol import DraftContext, DraftRequest, HiddenRows, Proposal, Verdict
 
 Tokens = npt.NDArray[np.int64]
 
@@ -23,11 +23,16 @@ class NgramDrafter:
     100,000 tokens, and needs no index.
     """
 
+    needs_hidden = False
+
     def __init__(self, *, max_tokens: int, min_match: int, max_match: int) -> None:
         self.max_tokens = max_tokens
         self._min_match = min_match
         self._max_match = max_match
         self._histories: dict[int, _History] = {}
+
+    def observe(self, hidden: Sequence[HiddenRows]) -> None:
+        """Nothing to keep: text alone is searched."""
 
     def prefill(self, context: DraftContext) -> None:
         """Nothing to do: `propose` reads what is new."""

@@ -65,6 +65,39 @@ static inline void weigh(const T* weights, const T* const (&values)[4], int grou
     for (int m = 0; m < M; m++) for (int b = 0; b < NB; b++) store(sums[m] + d + 16 * b, acc[m][b]);
 }
 
+// Scores of one row with a tile of positions -> its softmax weights; positions outside [first, last] of the tile weigh
+// nothing. The running maximum and total advance; returns the factor for what was summed before.
+template <class T, int GROUPS>
+static inline float soften(f32x16 (&scores)[GROUPS], float scale, int64_t first, int64_t last, float& best, float& total, T* weights) {
+    const f32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const f32x16 lower = splat(float(first)), upper = splat(float(last));
+    f32x16 top = splat(-INFINITY);
+    for (int g = 0; g < GROUPS; g++) {
+        f32x16 where = lane + float(16 * g);
+        f32x16 s = scores[g] * scale;
+        s = where <= upper ? s : splat(-INFINITY);
+        s = where >= lower ? s : splat(-INFINITY);
+        scores[g] = s;
+        top = max(top, s);
+    }
+    const float peak = max(top);
+    if (peak == -INFINITY) {
+        for (int g = 0; g < GROUPS; g++) store16(weights + 16 * g, f32x16{});
+        return 1.f;
+    }
+    const float next = peak > best ? peak : best;
+    const float shrink = best == -INFINITY ? 0.f : std::exp(best - next);
+    f32x16 mass{};
+    for (int g = 0; g < GROUPS; g++) {
+        f32x16 w = scores[g] == -INFINITY ? f32x16{} : exp(scores[g] - next);
+        mass += w;
+        store16(weights + 16 * g, w);
+    }
+    total = total * shrink + sum(mass);
+    best = next;
+    return shrink;
+}
+
 // M query rows of one kv head. `q` is [M][D]; row m stands at position at[m] and sees [at[m] - window + 1, at[m]].
 template <class T, int M>
 static inline void attend(const T* q, const int64_t (&at)[M], const Cache& cache, const int32_t* table, int64_t head,
@@ -91,34 +124,9 @@ static inline void attend(const T* q, const int64_t (&at)[M], const Cache& cache
         f32x16 scores[M][4] = {};
         tile<T, M, 4>(q, D, {keys[0], keys[1], keys[2], keys[3]}, D, scores);
         alignas(64) T weights[M][TILE];
-        const f32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         for (int m = 0; m < M; m++) {
             const int64_t low = window > 0 && at[m] >= window ? at[m] - window + 1 : 0;
-            const f32x16 upper = splat(float(at[m] - tile0)), lower = splat(float(low - tile0));
-            f32x16 top = splat(-INFINITY);
-            for (int g = 0; g < 4; g++) {
-                f32x16 where = lane + float(16 * g);
-                f32x16 s = scores[m][g] * scale;
-                s = where <= upper ? s : splat(-INFINITY);
-                s = where >= lower ? s : splat(-INFINITY);
-                scores[m][g] = s;
-                top = max(top, s);
-            }
-            const float peak = max(top);
-            if (peak == -INFINITY) {
-                for (int g = 0; g < 4; g++) store16(weights[m] + 16 * g, f32x16{});
-                continue;
-            }
-            const float next = peak > best[m] ? peak : best[m];
-            const float shrink = best[m] == -INFINITY ? 0.f : std::exp(best[m] - next);
-            f32x16 mass{};
-            for (int g = 0; g < 4; g++) {
-                f32x16 w = scores[m][g] == -INFINITY ? f32x16{} : exp(scores[m][g] - next);
-                mass += w;
-                store16(weights[m] + 16 * g, w);
-            }
-            total[m] = total[m] * shrink + sum(mass);
-            best[m] = next;
+            const float shrink = soften(scores[m], scale, low - tile0, at[m] - tile0, best[m], total[m], weights[m]);
             if (shrink != 1.f) for (int64_t d = 0; d < D; d += 16) store(sums[m] + d, load<f32x16>(sums[m] + d) * shrink);
         }
         alignas(64) T written[MAX_HEAD * GROUP];

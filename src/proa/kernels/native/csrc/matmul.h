@@ -34,9 +34,17 @@ template <> struct Unit<float> {
     static f32x16 dot(f32x16 acc, Value a, Weight w) { return acc + w * a; }
 };
 
+// One panel from `count` rows of W, zeros for missing ones.
+template <class T> static inline void pack_panel(const T* w, int64_t count, int64_t K, T* panel) {
+    constexpr int U = Unit<T>::U;
+    for (int64_t k = 0; k < K; k += U)
+        for (int64_t c = 0; c < 16; c++)
+            for (int u = 0; u < U; u++) panel[k * 16 + c * U + u] = c < count ? w[c * K + k + u] : T{};
+}
+
 constexpr int ROWS = 6, PANELS = 4;  // the widest register tile: 24 accumulators, 4 weights, 1 value
 constexpr int FEW = 8;                  // rows of a step that verifies a proposal, or of a small batch
-constexpr int PREFETCH = 1024;          // bytes ahead in each panel
+constexpr int PREFETCH = 256;           // bytes ahead in each panel
 
 // acc[m][b] += x[m, 0:K] . panel[b]; panels need not be neighbours.
 template <class T, int M, int NB>
@@ -67,38 +75,39 @@ template <int MAX, class F> static inline void with_rows(int m, F f) {
 // Rows of the pass that starts at row m. Up to FEW rows go in one pass, so that weights are read from memory once.
 static inline int64_t rows_at_once(int64_t rows, int64_t m) { return rows <= FEW ? rows : rows - m < ROWS ? rows - m : ROWS; }
 
-// `tile` from zero, for wide products: compiled once per shape, whatever the caller does with the sums.
-template <class T, int M, int NB>
-__attribute__((noinline)) static void product_tile(const T* x, int64_t ldx, const T* const (&panel)[NB], int64_t K,
-                                                   f32x16 (&out)[M][NB]) {
-    f32x16 acc[M][NB] = {};
-    tile<T, M, NB>(x, ldx, panel, K, acc);
-    for (int m = 0; m < M; m++) for (int b = 0; b < NB; b++) out[m][b] = acc[m][b];
+// Rows [0, R) times panels [0, NB): sums[row * panels + panel].
+template <class T, int R, int NB>
+static inline void sum_tile(const T* x, int64_t ldx, const T* packed, int64_t K, int64_t panels, f32x16* sums) {
+    f32x16 acc[R][NB] = {};
+    const T* panel[NB];
+    for (int b = 0; b < NB; b++) panel[b] = packed + b * K * 16;
+    tile<T, R, NB>(x, ldx, panel, K, acc);
+    for (int m = 0; m < R; m++) for (int b = 0; b < NB; b++) sums[m * panels + b] = acc[m][b];
 }
 
-// Rows [m, m + R) times panels [p, p + NB) of packed W.
-template <class T, int R, int NB, class Finish>
-static inline void product_part(int64_t m, const T* x, int64_t ldx, const T* packed, int64_t K, int64_t p, Finish finish) {
-    f32x16 acc[R][NB];
-    const T* panel[NB];
-    for (int b = 0; b < NB; b++) panel[b] = packed + (p + b) * K * 16;
-    product_tile<T, R, NB>(x + m * ldx, ldx, panel, K, acc);
-    for (int i = 0; i < R; i++) for (int b = 0; b < NB; b++) finish(m + i, (p + b) * 16, acc[i][b]);
+// As sum_tile for any R <= FEW and NB = 1 or PANELS. Compiled once, whatever the callers do with the sums.
+template <class T>
+__attribute__((noinline)) static void sum_tiles(int64_t rows, const T* x, int64_t ldx, const T* packed, int64_t K, int64_t panels,
+                                                f32x16* sums) {
+    with_rows<FEW>(int(rows), [&](auto count) {
+        constexpr int R = decltype(count)::value;
+        constexpr int NB = R > ROWS ? PANELS / 2 : PANELS;  // as many accumulators as there are registers for
+        if (panels == 1) return sum_tile<T, R, 1>(x, ldx, packed, K, panels, sums);
+        for (int b = 0; b < PANELS; b += NB) sum_tile<T, R, NB>(x, ldx, packed + b * K * 16, K, panels, sums + b);
+    });
 }
 
 // Rows [0, M) times panels [p0, p1) of packed W; `finish(row, column, f32x16)` gets every 16 outputs once.
 template <class T, class Finish>
 static inline void product(int64_t M, const T* x, int64_t ldx, const T* packed, int64_t K, int64_t p0, int64_t p1, Finish finish) {
+    f32x16 sums[FEW * PANELS];
     for (int64_t p = p0, panels; p < p1; p += panels) {
         panels = p1 - p < PANELS ? 1 : PANELS;
         for (int64_t m = 0, pass; m < M; m += pass) {
             pass = rows_at_once(M, m);
-            with_rows<FEW>(int(pass), [&](auto rows) {
-                constexpr int R = decltype(rows)::value;
-                constexpr int NB = R > ROWS ? PANELS / 2 : PANELS;  // as many accumulators as there are registers for
-                if (panels == 1) return product_part<T, R, 1>(m, x, ldx, packed, K, p, finish);
-                for (int64_t at = p; at < p + PANELS; at += NB) product_part<T, R, NB>(m, x, ldx, packed, K, at, finish);
-            });
+            sum_tiles(pass, x + m * ldx, ldx, packed + p * K * 16, K, panels, sums);
+            for (int64_t i = 0; i < pass; i++)
+                for (int64_t b = 0; b < panels; b++) finish(m + i, (p + b) * 16, sums[i * panels + b]);
         }
     }
 }

@@ -3,33 +3,11 @@
 //
 // Python builds the list once per model (native/program.py) and calls it once per forward, or calls one op at a time.
 #include "attention.h"
-#include "linear.h"
+#include "delta.h"
+#include "latent.h"
+#include "moe.h"
 
 namespace proa {
-
-enum Kind : int64_t { LOOKUP, TABLE, ADD_NORM, MATMUL, LOGITS, FFN, ROTATION, WRITE, ATTENTION, SELECT };
-
-struct Op {  // native/abi.py: COp. Which fields an op uses stands at its function below.
-    int64_t kind, selected;  // selected: over the rows that want logits instead of all rows
-    int64_t n, m;
-    double f;
-    const void *a, *b, *c, *d, *e;
-    void *out, *tmp, *scratch;
-};
-
-struct Batch {  // native/abi.py: CBatch. What changes from one forward to the next.
-    int64_t rows, num_logits, num_requests;
-    const int64_t *token_ids, *positions, *slots, *logits_rows;
-    const Rows* requests;
-    float* logits;
-};
-
-template <class T> static inline void norm_row(const float* x, const float* weight, float eps, int64_t D, T* y) {
-    f32x16 squares{};
-    for (int64_t d = 0; d < D; d += 16) { f32x16 v = load<f32x16>(x + d); squares += v * v; }
-    const float inverse = 1.f / std::sqrt(sum(squares) / float(D) + eps);
-    for (int64_t d = 0; d < D; d += 16) store16(y + d, load<f32x16>(x + d) * inverse * load<f32x16>(weight + d));
-}
 
 // a residual [rows, n] (advanced in place), b delta [rows, n] or null, c weight [n], f eps -> out [rows, n]
 template <class T> static void add_norm(const Op& op, int64_t rows) {
@@ -42,10 +20,17 @@ template <class T> static void add_norm(const Op& op, int64_t rows) {
     }
 }
 
-// a x [rows, in], b Linear -> out [rows, out] of type Y
+// a x, rows m apart, c weight [n], f eps -> out [rows, n]
+template <class T> static void norm(const Op& op, int64_t rows) {
+    const Range mine = my_share(rows);
+    for (int64_t m = mine.begin; m < mine.end; m++)
+        norm_row((const T*)op.a + m * op.m, (const float*)op.c, float(op.f), op.n, (T*)op.out + m * op.n);
+}
+
+// a x [rows, in], rows m apart, b Linear -> out [rows, out] of type Y
 template <class T, class Y> static void matmul(const Op& op, int64_t rows, Y* out) {
     const Linear& w = *(const Linear*)op.b;
-    apply<T>(w, (const T*)op.a, w.in, rows, op.scratch, [&](int64_t m, int64_t n, f32x16 v) { put(out + m * w.out, n, w.out, v); });
+    apply<T>(w, (const T*)op.a, op.m, rows, op.scratch, [&](int64_t m, int64_t n, f32x16 v) { put(out + m * w.out, n, w.out, v); });
 }
 
 // a x [rows, in], b gate and up, c down -> out [rows, out]. tmp [rows, 2 * width]: gate and up, then silu(gate) * up in the
@@ -67,6 +52,15 @@ template <class T> static void ffn(const Op& op, int64_t rows) {
              [&](int64_t m, int64_t n, f32x16 v) { put(y + m * down.out, n, down.out, v); });
 }
 
+// a x [rows, n], b gates, rows m apart -> out [rows, n]: x * sigmoid(gate)
+template <class T> static void gate(const Op& op, int64_t rows) {
+    const Range mine = my_share(rows);
+    for (int64_t m = mine.begin; m < mine.end; m++) {
+        const T *x = (const T*)op.a + m * op.n, *g = (const T*)op.b + m * op.m;
+        for (int64_t d = 0; d < op.n; d += 16) store16((T*)op.out + m * op.n + d, load16(x + d) * sigmoid(load16(g + d)));
+    }
+}
+
 // a frequencies [n], b signs [n] -> out cosines [rows, n], tmp signed sines [rows, n]
 static void rotation(const Op& op, const Batch& batch) {
     const float *frequency = (const float*)op.a, *sign = (const float*)op.b;
@@ -74,42 +68,48 @@ static void rotation(const Op& op, const Batch& batch) {
     for (int64_t m = mine.begin; m < mine.end; m++)
         for (int64_t d = 0; d < op.n; d++) {
             const float angle = float(batch.positions[m]) * frequency[d];
-            ((float*)op.out)[m * op.n + d] = std::cos(angle);
-            ((float*)op.tmp)[m * op.n + d] = std::sin(angle) * sign[d];
+            ((float*)op.out)[m * op.n + d] = std::cos(angle) * float(op.f);
+            ((float*)op.tmp)[m * op.n + d] = std::sin(angle) * sign[d] * float(op.f);
         }
 }
 
-struct HeadShape { int64_t query, key_value, size, rope; float eps; const float* norm; };  // norm [query + key_value, size] or null
+struct HeadShape {  // native/abi.py: CHeads
+    int64_t query, key_value, size, rope, is_interleaved, is_whole;
+    float eps;
+    const float* norm;  // [query + key_value, size], or null
+};
 
-// One query or key head of one row: RMS norm, then rotation of the first `rope` elements (halves are pairs).
-static inline void norm_rotate(const HeadShape& h, int64_t head, const float* cos, const float* sin, float* v) {
-    if (h.norm) {
-        f32x16 squares{};
-        for (int64_t d = 0; d < h.size; d += 16) squares += load<f32x16>(v + d) * load<f32x16>(v + d);
-        const float inverse = 1.f / std::sqrt(sum(squares) / float(h.size) + h.eps);
-        for (int64_t d = 0; d < h.size; d++) v[d] = v[d] * inverse * h.norm[head * h.size + d];
-    }
-    const int64_t half = h.rope / 2;
-    for (int64_t d = 0; d < half; d++) {
-        const float a = v[d], b = v[d + half];
-        v[d] = a * cos[d] + b * sin[d];
-        v[d + half] = b * cos[d + half] + a * sin[d + half];
-    }
-}
-
-// a projected [rows, (query + 2 key_value) * size], b HeadShape, c Cache, d cosines, e sines -> out queries
-// [rows, query, size]; keys and values go to the cache rows `slots`.
+// a projected heads [rows, query + 2 key_value, size], rows m apart, b HeadShape, c Cache, d cosines, e sines -> out
+// queries [rows, query, size]; keys and values go to the cache rows `slots`. Queries and keys are normed, each head by itself or all
+// of a row as one vector, and their first `rope` elements rotated.
 template <class T> static void write(const Op& op, const Batch& batch) {
     const HeadShape& h = *(const HeadShape*)op.b;
     const Cache& cache = *(const Cache*)op.c;
     const int64_t heads = h.query + 2 * h.key_value;
     const Range mine = my_share(batch.rows * heads);
+    int64_t normed = -1;
+    float inverse = 1.f;
     for (int64_t i = mine.begin; i < mine.end; i++) {
-        const int64_t m = i / heads, head = i % heads;
+        const int64_t m = i / heads, head = i % heads, is_key = head >= h.query;
         const bool is_value = head >= h.query + h.key_value;
-        alignas(64) float v[MAX_HEAD];
-        for (int64_t d = 0; d < h.size; d += 16) store(v + d, load16((const T*)op.a + i * h.size + d));
-        if (!is_value) norm_rotate(h, head, (const float*)op.d + m * h.rope, (const float*)op.e + m * h.rope, v);
+        const T *row = (const T*)op.a + m * op.m, *x = row + head * h.size;
+        alignas(64) float v[MAX_HEAD], turned[MAX_HEAD];
+        for (int64_t d = 0; d < h.size; d += 16) store(v + d, load16(x + d));
+        if (!is_value && h.norm) {
+            if (!h.is_whole) {
+                inverse = inverse_rms(x, h.size, h.eps);
+            } else if (normed != 2 * m + is_key) {
+                normed = 2 * m + is_key;
+                const T* first = row + is_key * h.query * h.size;
+                inverse = inverse_rms(first, (is_key ? h.key_value : h.query) * h.size, h.eps);
+            }
+            for (int64_t d = 0; d < h.size; d++) v[d] = v[d] * inverse * h.norm[head * h.size + d];
+        }
+        if (!is_value) {
+            const float *cos = (const float*)op.d + m * h.rope, *sin = (const float*)op.e + m * h.rope;
+            rotate(v, h.rope, h.is_interleaved, cos, sin, turned);
+            std::memcpy(v, turned, h.rope * sizeof(float));
+        }
         if (head < h.query) {
             T* to = (T*)op.out + (m * h.query + head) * h.size;
             for (int64_t d = 0; d < h.size; d += 16) store16(to + d, load<f32x16>(v + d));
@@ -126,37 +126,25 @@ template <class T> static void write(const Op& op, const Batch& batch) {
     }
 }
 
-// a queries [rows, n heads, D], b Cache, f scale, m window (0: none) -> out [rows, n, D]. One task is up to ROWS query heads
-// of one kv head of one request; fewer where there are few tasks, so that every thread has some. The split does not change
-// a row's bits.
+// a queries [rows, n heads, D], b Cache, f scale, m window (0: none) -> out [rows, n, D]
 template <class T> static void attention(const Op& op, const Batch& batch) {
     const Cache& cache = *(const Cache*)op.b;
     const int64_t heads = op.n, share = heads / cache.kv_heads, D = cache.head_dim;
-    const int64_t team = omp_get_num_threads(), total = batch.rows * heads;
-    int64_t width = (total + 4 * team - 1) / (4 * team), task = 0;
-    width = width < 1 ? 1 : width > ROWS ? ROWS : width;
-    for (int64_t r = 0; r < batch.num_requests; r++) {
-        const Rows& rows = batch.requests[r];
-        const int64_t queries = rows.count * share, tiles = (queries + width - 1) / width;
-        for (int64_t t = tiles * cache.kv_heads - 1; t >= 0; t--, task++) {  // longest first
-            if (task % team != omp_get_thread_num()) continue;
-            const int64_t kv = t % cache.kv_heads, first = t / cache.kv_heads * width;
-            with_rows<ROWS>(int(queries - first < width ? queries - first : width), [&](auto n) {
-                constexpr int M = decltype(n)::value;
-                alignas(64) T q[M * MAX_HEAD];
-                int64_t at[M];
-                T* to[M];
-                for (int m = 0; m < M; m++) {
-                    const int64_t row = (first + m) / share, head = kv * share + (first + m) % share;
-                    const int64_t place = ((rows.first + row) * heads + head) * D;
-                    std::memcpy(q + m * D, (const T*)op.a + place, D * sizeof(T));
-                    at[m] = rows.start + row;
-                    to[m] = (T*)op.out + place;
-                }
-                attend<T, M>(q, at, cache, rows.table, kv, float(op.f), op.m, to);
-            });
+    const int64_t parts = 4 * omp_get_num_threads(), few = (batch.rows * heads + parts - 1) / parts;  // work for all threads
+    share_queries(batch, heads, cache.kv_heads, few < 1 ? 1 : few < ROWS ? few : ROWS, [&](auto n, const Rows& rows, int64_t kv, int64_t first) {
+        constexpr int M = decltype(n)::value;
+        alignas(64) T q[M * MAX_HEAD];
+        int64_t at[M];
+        T* to[M];
+        for (int m = 0; m < M; m++) {
+            const int64_t row = (first + m) / share, head = kv * share + (first + m) % share;
+            const int64_t place = ((rows.first + row) * heads + head) * D;
+            std::memcpy(q + m * D, (const T*)op.a + place, D * sizeof(T));
+            at[m] = rows.start + row;
+            to[m] = (T*)op.out + place;
         }
-    }
+        attend<T, M>(q, at, cache, rows.table, kv, float(op.f), op.m, to);
+    });
 }
 
 // b Linear: rows `token_ids` of a packed matrix -> out float32 [rows, in]
@@ -194,6 +182,13 @@ template <class T> static void execute(const Op& op, const Batch& batch) {
         case WRITE: return write<T>(op, batch);
         case ATTENTION: return attention<T>(op, batch);
         case SELECT: return select(op, batch);
+        case ROUTE: return route<T>(op, rows);
+        case EXPERTS: return experts<T>(op, rows);
+        case DELTA: return delta<T>(op, batch);
+        case GATE: return gate<T>(op, rows);
+        case LATENT_WRITE: return latent_write<T>(op, batch);
+        case LATENT_ATTENTION: return latent_attention<T>(op, batch);
+        case NORM: return norm<T>(op, rows);
     }
 }
 
@@ -207,15 +202,11 @@ template <class T> static void run(const Op* ops, int64_t count, const Batch& ba
 }
 
 template <class T> static void pack(const T* w, int64_t out, int64_t in, T* packed) {
-    constexpr int U = Unit<T>::U;
 #pragma omp parallel
     {
         const Range mine = my_share((out + 15) / 16);
         for (int64_t p = mine.begin; p < mine.end; p++)
-            for (int64_t k = 0; k < in; k += U)
-                for (int c = 0; c < 16; c++)
-                    for (int u = 0; u < U; u++)
-                        packed[(p * in + k) * 16 + c * U + u] = p * 16 + c < out ? w[(p * 16 + c) * in + k + u] : T{};
+            pack_panel(w + p * 16 * in, out - p * 16 < 16 ? out - p * 16 : 16, in, packed + p * 16 * in);
     }
 }
 
@@ -240,6 +231,12 @@ int64_t proa_scratch_bytes(int64_t rows, int64_t in) { return scratch_bytes(rows
 void proa_pack(int64_t is_bf16, const void* w, int64_t out, int64_t in, void* packed) {
     if (is_bf16) pack((const bf16*)w, out, in, (bf16*)packed);
     else pack((const float*)w, out, in, (float*)packed);
+}
+
+// Experts [slots][out][in] -> their panels, in place (moe.h).
+void proa_pack_slots(int64_t is_bf16, void* w, int64_t slots, int64_t out, int64_t in, int64_t halves) {
+    if (is_bf16) pack_slots((bf16*)w, slots, out, in, halves);
+    else pack_slots((float*)w, slots, out, in, halves);
 }
 
 // Bytes that one row takes in panels of `form`.

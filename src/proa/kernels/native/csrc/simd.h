@@ -25,6 +25,12 @@ static inline u32x16 as_u32(f32x16 v) { u32x16 r; std::memcpy(&r, &v, 64); retur
 struct bf16 { uint16_t bits; };
 static inline float to_float(bf16 x) { uint32_t u = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
 static inline float to_float(float x) { return x; }
+template <class T> static inline T from_float(float x);
+template <> inline float from_float<float>(float x) { return x; }
+template <> inline bf16 from_float<bf16>(float x) {
+    uint32_t u; std::memcpy(&u, &x, 4);
+    return {uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
+}
 static inline u16x16 round_bf16(f32x16 v) {
 #if defined(__AVX512BF16__)
     return (u16x16)_mm512_cvtneps_pbh((__m512)v);

@@ -1,0 +1,91 @@
+"""The physical arrangement of a runner's weights: decided in its plan, read by rules, parameters and loader.
+
+Owns no name of a stored tensor and no data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from proa.units import DType
+
+
+class SharedWeight(Enum):
+    """With what weight a fused shared expert enters the sum of a token's experts."""
+
+    ONE = "1"
+    INVERSE_SCALE = "1/scale"  # the router's scale multiplies the sum, and must not reach the shared expert
+    TOKEN_GATE = "the token's gate"
+
+
+class ScaleOn(Enum):
+    """Where the router's scale is applied."""
+
+    WEIGHTS = "weights"
+    OUTPUT = "output"
+
+
+class ExpertFiles(Enum):
+    """How routed experts are stored: one tensor per expert and projection, or one tensor for all experts of a layer."""
+
+    LISTED = "listed"
+    STACKED = "stacked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoELayout:
+    """One layer's arrangement of experts: the one object that builder, router, weight rules and loader read.
+
+    Slots 0 to `num_routed - 1` are the routed experts. Fused shared experts take the slots after them, one of the
+    routed width each; separate ones have an MLP of their own and `shared_slots` is empty.
+    """
+
+    num_routed: int
+    shared_slots: tuple[int, ...]
+    shared_weight: SharedWeight
+    scale_on: ScaleOn
+    files: ExpertFiles
+
+    @property
+    def is_fused(self) -> bool:
+        return bool(self.shared_slots)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_routed + len(self.shared_slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightLayout:
+    """Physical arrangement of one runner's weights, decided in its plan; read by rules, table and builder alike.
+
+    `tied_head`: the output head is the embedding matrix, there is no `head.weight` parameter. `moe`: the layout of each
+    MoE layer by its index. `blocks`: parameters kept in the stored block format, by name; all others are in the compute
+    dtype.
+    """
+
+    tied_head: bool
+    moe: tuple[tuple[int, MoELayout], ...] = ()
+    blocks: tuple[tuple[str, DType], ...] = ()
+
+    def moe_of(self, layer: int) -> MoELayout:
+        """Raises KeyError for a layer without experts."""
+        return dict(self.moe)[layer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterInfo:
+    """Shape in elements; `dtype` None means the runner's compute dtype, a block format the bytes as stored."""
+
+    shape: tuple[int, ...]
+    dtype: DType | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the parameter seen as a matrix: all dimensions but the last one, or the elements of a vector."""
+        return prod(self.shape[:-1] or self.shape)
+
+    def nbytes(self, compute: DType) -> int:
+        return (self.dtype or compute).nbytes(prod(self.shape))

@@ -1,0 +1,171 @@
+"""Native routing and experts: kernels/seam.py's MoEOps on the compiled library. Owns the calls, no arithmetic.
+
+Hidden and expert widths are whole vectors of 16 (kernels/catalog.py requires it). A row's experts are summed in its own
+order after every product is done, so the rows beside it do not enter: exact.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from proa.arch.blocks import GroupScore, RouterSpec, Score
+from proa.kernels.native.abi import CExperts, CLinear, COp, CRouter, Form, Kind
+from proa.kernels.native.ops import PANEL, address, whole
+from proa.kernels.native.sink import Sink
+from proa.kernels.seam import PackedExperts, PackedRouter, Routed
+
+MAX_GROUPS = 64  # of csrc/moe.h
+SCORES: Mapping[Score, int] = MappingProxyType({Score.SOFTMAX: 0, Score.SIGMOID: 1, Score.SQRT_SOFTPLUS: 2})
+BEST_OF_GROUP: Mapping[GroupScore, int] = MappingProxyType(
+    {GroupScore.NONE: 0, GroupScore.MAX: 1, GroupScore.TOP2_SUM: 2}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeRouter(PackedRouter):
+    """`weight` holds whole panels of 16 experts, `bias` as many elements. `experts` is the number of real ones."""
+
+    experts: int
+
+
+class NativeMoE:
+    """MoEOps on the compiled library. `sink` says whether ops run or are recorded."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL, sink: Sink) -> None:
+        self.library = library
+        self.sink = sink
+
+    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedRouter:
+        experts, hidden = weight.shape
+        panels = torch.empty((whole(experts), hidden), dtype=weight.dtype)
+        self.library.proa_pack(_is_bf16(weight), weight.contiguous().data_ptr(), experts, hidden, panels.data_ptr())
+        padded = None
+        if bias is not None:
+            padded = torch.zeros(len(panels))
+            padded[:experts] = bias
+        return NativeRouter(weight=panels, bias=padded, experts=experts)
+
+    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+        """The given tensors' own memory becomes the packed form, slot by slot."""
+        slots, hidden, width = down.shape
+        gate_up, down = gate_up.detach().contiguous(), down.detach().contiguous()
+        for tensor, halves in ((gate_up, 2), (down, 1)):
+            if tensor.shape[1] % (PANEL * halves):
+                raise ValueError(f"experts of {tuple(tensor.shape)} are no whole panels of {PANEL}")
+            self.library.proa_pack_slots(_is_bf16(tensor), tensor.data_ptr(), *tensor.shape, halves)
+        return PackedExperts(gate_up=gate_up, down=down, slots=slots, width=width, hidden=hidden)
+
+    def route(
+        self,
+        x: torch.Tensor,
+        router: PackedRouter,
+        spec: RouterSpec,
+        top_k: int,
+        shared: Sequence[int],
+        shared_weight: float,
+        gate: torch.Tensor | None,
+    ) -> Routed:
+        if not isinstance(router, NativeRouter):
+            raise TypeError("a router that another backend packed was given to a native op")
+        rows, chosen = len(x), top_k + len(shared)
+        slots = self.sink.empty((rows, chosen), torch.int32)
+        weights = self.sink.empty((rows, chosen), torch.float32)
+        scores = self.sink.empty((rows, 2, len(router.weight)), torch.float32)
+        call = _router_call(router, spec, top_k, shared, shared_weight, _same_type(gate, x))
+        op = COp(
+            kind=Kind.ROUTE,
+            a=x.data_ptr(),
+            b=ctypes.addressof(call),
+            out=slots.data_ptr(),
+            tmp=weights.data_ptr(),
+            scratch=scores.data_ptr(),
+        )
+        self.sink.emit(x.dtype, op, rows, (call, router, gate))
+        return Routed(slots=slots, weights=weights)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routed: Routed,
+        packed: PackedExperts,
+        *,
+        scale: float,
+        shared: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        rows, chosen = routed.slots.shape
+        out = self.sink.empty((rows, packed.hidden), x.dtype)
+        results = self.sink.empty((rows * chosen, packed.hidden + packed.width), x.dtype)
+        places = self.sink.empty((packed.slots + 1 + rows * chosen,), torch.int32)
+        call = CExperts(
+            packed.gate_up.data_ptr(),
+            packed.down.data_ptr(),
+            packed.slots,
+            packed.hidden,
+            packed.width,
+            address(_same_type(gate, x)),
+        )
+        op = COp(
+            kind=Kind.EXPERTS,
+            n=chosen,
+            f=scale,
+            a=x.data_ptr(),
+            b=ctypes.addressof(call),
+            c=routed.slots.data_ptr(),
+            d=routed.weights.data_ptr(),
+            e=address(_same_type(shared, x)),
+            out=out.data_ptr(),
+            tmp=results.data_ptr(),
+            scratch=places.data_ptr(),
+        )
+        self.sink.emit(x.dtype, op, rows, (call, packed, gate))
+        return out
+
+
+def _router_call(
+    router: NativeRouter,
+    spec: RouterSpec,
+    top_k: int,
+    shared: Sequence[int],
+    shared_weight: float,
+    gate: torch.Tensor | None,
+) -> CRouter:
+    first_shared = shared[0] if shared else 0
+    if list(shared) != list(range(first_shared, first_shared + len(shared))):
+        raise ValueError(f"shared slots {tuple(shared)} do not follow each other")
+    if spec.num_groups > MAX_GROUPS:
+        raise ValueError(f"a native router has at most {MAX_GROUPS} groups, not {spec.num_groups}")
+    form = Form.BF16 if _is_bf16(router.weight) else Form.F32
+    return CRouter(
+        CLinear(router.weight.data_ptr(), None, form, router.experts, router.weight.shape[1]),
+        address(router.bias),
+        SCORES[spec.score],
+        spec.num_groups,
+        spec.top_groups,
+        BEST_OF_GROUP[spec.group_score],
+        spec.renormalise,
+        top_k,
+        len(shared),
+        first_shared,
+        spec.scale,
+        shared_weight,
+        address(gate),
+    )
+
+
+def _is_bf16(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16
+
+
+def _same_type(tensor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """A second operand, which the library reads in the type of the first."""
+    if tensor is not None and tensor.dtype != x.dtype:
+        raise TypeError(f"an operand is {tensor.dtype} where the rows are {x.dtype}")
+    return tensor

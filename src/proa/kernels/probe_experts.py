@@ -1,0 +1,110 @@
+"""Self-tests of routing, experts and latent attention: both backends' results on small random values, for probe.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from proa.arch.blocks import GroupScore, RouterSpec, Score
+from proa.kernels.latent_seam import LatentKV, LatentShape
+from proa.kernels.native.abi import load_library
+from proa.kernels.native.latent import NativeLatent
+from proa.kernels.native.moe import NativeMoE
+from proa.kernels.native.sink import Direct
+from proa.kernels.reference.latent import ReferenceLatent
+from proa.kernels.reference.moe import ReferenceMoE
+from proa.kernels.seam import RopeRows, Segment, View
+from proa.units import Phase
+
+Results = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+
+
+def _values(seed: int) -> Callable[..., torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=random)
+
+
+def moe_results(library: Path, dtype: torch.dtype) -> Results:
+    """(op, native, reference): both ways to score with and without groups, and experts beside shared ones."""
+    values, loaded = _values(0), load_library(library)
+    native, reference = NativeMoE(loaded, Direct(loaded)), ReferenceMoE()
+    weight, bias, gate = (values(24, 48) / 4).to(dtype), values(24) / 8, (values(1, 48) / 7).to(dtype)
+    x, shared = values(13, 48).to(dtype), values(13, 48).to(dtype)
+    for spec in _routers():
+        used = bias if spec.has_bias else None
+        chosen = [
+            ops.route(x, ops.pack_router(weight, used), spec, 3, (24, 25), 0.5, gate) for ops in (native, reference)
+        ]
+        yield f"choice by {spec.score.value}", chosen[0].slots, chosen[1].slots
+        yield f"weights by {spec.score.value}", chosen[0].weights, chosen[1].weights
+    gate_up, down = (values(26, 64, 48) / 7).to(dtype), (values(26, 48, 32) / 6).to(dtype)
+    for rows in (1, 13):
+        made = [
+            ops.experts(
+                x[:rows],
+                ops.route(x[:rows], ops.pack_router(weight, None), spec, 3, (24, 25), 0.5, None),
+                ops.pack_experts(gate_up.clone(), down.clone()),
+                scale=1.5,
+                shared=shared[:rows],
+                gate=gate,
+            )
+            for ops in (native, reference)
+        ]
+        yield f"experts of {rows} rows", made[0], made[1]
+
+
+def _routers() -> tuple[RouterSpec, ...]:
+    plain = {"renormalise": True, "scale": 2.5}
+    return (
+        RouterSpec(
+            score=Score.SOFTMAX, has_bias=False, num_groups=4, top_groups=2, group_score=GroupScore.MAX, **plain
+        ),
+        RouterSpec(
+            score=Score.SIGMOID, has_bias=True, num_groups=4, top_groups=2, group_score=GroupScore.TOP2_SUM, **plain
+        ),
+        RouterSpec(
+            score=Score.SQRT_SOFTPLUS, has_bias=True, num_groups=1, top_groups=1, group_score=GroupScore.NONE, **plain
+        ),
+    )
+
+
+def latent_results(library: Path, dtype: torch.dtype) -> Results:
+    """(op, native, reference): one prompt of 70 rows in three pages out of order, with neighbours as pairs."""
+    values, loaded, rows, page_size = _values(0), load_library(library), 70, 32
+    shape, pages = LatentShape(heads=3, nope=16, rope=8, value=20, rank=48), np.array([[3, 0, 2]], dtype=np.int32)
+    merged, norm = values(rows, 3 * 24 + 56).to(dtype), 1 + values(48) / 8
+    up = (values(3 * 36, 48) / 7).to(dtype)
+    angles = torch.arange(rows)[:, None, None] * torch.logspace(0, -2, 4).repeat(2)
+    signs = torch.tensor([-1.0, 1.0]).repeat_interleave(4)
+    rope = RopeRows(cos=angles.cos(), sin=angles.sin() * signs, is_interleaved=True)
+    places = torch.arange(rows)
+    slots = torch.from_numpy(pages[0].astype(np.int64))[places // page_size] * page_size + places % page_size
+    segment, made = one_prompt(rows, pages, slots), []
+    for ops in (NativeLatent(loaded, Direct(loaded)), ReferenceLatent()):
+        kv = LatentKV(latent=torch.zeros(4 * page_size, 56, dtype=dtype), index=None, page_size=page_size)
+        queries = ops.latent_write(merged[:, :72], merged[:, 72:], norm, 1e-6, shape, rope, kv, slots)
+        out = ops.latent_attention(queries, ops.absorb(up, shape), kv, segment, scale=0.2, visible=None)
+        made.append((ops.query_norm(merged[:, :48], norm, 1e-6), queries, kv.latent, out))
+    yield from zip(("query norm", "latent queries", "latent rows", "latent attention"), *made, strict=True)
+
+
+def one_prompt(rows: int, pages: np.ndarray, slots: torch.Tensor) -> Segment:
+    """A prompt of `rows` rows in `pages`, whole and through a window of 20; its cache rows are `slots`."""
+    at = torch.arange(rows)
+    causal = at[None] <= at[:, None]
+    near = causal & (at[None] > at[:, None] - 20)
+    return Segment(
+        phase=Phase.PREFILL,
+        first=0,
+        num_rows=rows,
+        requests=1,
+        queries=rows,
+        rows=np.array([[0, rows, 0]]),
+        tables=pages,
+        pad=None,
+        unpad=None,
+        views={None: View(slots=slots, visible=causal[None]), 20: View(slots=slots, visible=near[None])},
+    )

@@ -1,0 +1,98 @@
+"""Mixture of experts: router, experts by slot, shared experts. The layout is read while it is built, and not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from proa.arch.blocks import MoESpec, RouterSpec
+from proa.arch.layout import MoELayout, ScaleOn, SharedWeight
+from proa.kernels.bind import KernelSet
+from proa.kernels.seam import PackedExperts, PackedRouter
+from proa.layers.base import BuildContext, Layer, Weight
+from proa.layers.ffn import FFN
+from proa.layers.linear import kept
+
+
+class Router(Layer):
+    """A weight [E, D] and, for the choice only, a correction bias [E] float32."""
+
+    packed: PackedRouter
+
+    def __init__(self, ctx: BuildContext) -> None:
+        super().__init__()
+        self.weight = ctx.parameter("weight")
+        self.bias = ctx.optional("bias")
+
+    def finish(self, kernels: KernelSet) -> None:
+        self.packed = kernels.pack_router(self.weight, self.bias)
+        self.weight = kept(self.weight, self.packed.weight)
+
+    def held(self) -> Iterable[tuple[torch.Tensor, int]]:
+        """As kernels/seam.py: Packed counts, without rows that fill the last panel."""
+        experts = self.weight.shape[0]
+        for packed in (self.packed.weight, self.packed.bias):
+            if packed is not None:
+                yield packed, packed.nbytes // len(packed) * experts
+
+
+class Experts(Layer):
+    """`gate_up` [S, 2W, D] and `down` [S, D, W] of all slots."""
+
+    packed: PackedExperts
+
+    def __init__(self, ctx: BuildContext) -> None:
+        super().__init__()
+        self.gate_up = ctx.parameter("gate_up")
+        self.down = ctx.parameter("down")
+
+    def finish(self, kernels: KernelSet) -> None:
+        self.packed = kernels.pack_experts(self.gate_up, self.down)
+        self.gate_up, self.down = kept(self.gate_up, self.packed.gate_up), kept(self.down, self.packed.down)
+
+    def held(self) -> Iterable[tuple[torch.Tensor, int]]:
+        yield self.packed.gate_up, self.packed.nbytes  # of both
+
+
+class MoE(Layer):
+    """Normed rows [T, D] -> the weighted sum of each row's experts, shared ones included, [T, D]."""
+
+    def __init__(self, ctx: BuildContext, spec: MoESpec, layout: MoELayout) -> None:
+        super().__init__()
+        self.router = Router(ctx.child("router"))
+        self.experts = Experts(ctx.child("experts"))
+        shared = spec.shared
+        self.shared = FFN(ctx.child("shared")) if shared is not None and not layout.is_fused else None
+        self.shared_gate = Weight(ctx.child("shared_gate")) if shared is not None and shared.is_gated else None
+        self.shared_slots = layout.shared_slots
+        self._has_slot_gate = layout.is_fused and layout.shared_weight is SharedWeight.TOKEN_GATE
+        self._slot_weight = _slot_weight(layout.shared_weight, spec.router)
+        on_output = layout.scale_on is ScaleOn.OUTPUT
+        self._choice = replace(spec.router, scale=1.0) if on_output else spec.router
+        self._scale = spec.router.scale if on_output else 1.0
+        self._top_k = spec.top_k
+        self._kernels, self._mesh = ctx.kernels, ctx.mesh
+
+    def finish(self, kernels: KernelSet) -> None:
+        """Its parts do that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = None if self.shared_gate is None else self.shared_gate.weight
+        slot_gate = gate if self._has_slot_gate else None
+        routed = self._kernels.route(
+            x, self.router.packed, self._choice, self._top_k, self.shared_slots, self._slot_weight, slot_gate
+        )
+        shared, shared_gate = (None, None) if self.shared is None else (self.shared.share(x), gate)
+        out = self._kernels.experts(x, routed, self.experts.packed, scale=self._scale, shared=shared, gate=shared_gate)
+        return self._mesh.sum(out)
+
+
+def _slot_weight(rule: SharedWeight, router: RouterSpec) -> float:
+    """What a fused shared expert counts among a row's experts, where no gate says so."""
+    match rule:
+        case SharedWeight.INVERSE_SCALE:
+            return 1 / router.scale
+        case SharedWeight.ONE | SharedWeight.TOKEN_GATE:
+            return 1.0
