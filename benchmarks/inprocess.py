@@ -91,7 +91,7 @@ class Steps:
 def open_target(model: Path, threads: int, num_draft_tokens: int) -> Assembled:
     """Everything of one engine that may verify up to `num_draft_tokens` proposed tokens per request."""
     environment = read_environment()
-    settings: dict[str, Any] = {"threads": threads, "max_model_len": 1024, "speculative": "none"}
+    settings: dict[str, Any] = {"threads": threads, "max_model_len": 1024, "speculative": "none", "prefix_cache": "off"}
     if num_draft_tokens:
         settings |= {"speculative": "ngram", "num_draft_tokens": num_draft_tokens}
     config = merged(model, settings)

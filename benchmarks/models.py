@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-TIED = "model.embed_tokens.weight"
+TIED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GLOBAL_NAMES: Mapping[str, str] = MappingProxyType(
     {TIED: "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 )
@@ -34,12 +34,30 @@ LAYER_NAMES: Mapping[str, str] = MappingProxyType(
         "mlp.down_proj": "ffn_down",
     }
 )
-"""Hub name within a layer -> GGUF name within a block. Every model here ties its head to its embedding."""
+"""Hub name within a layer -> GGUF name within a block."""
 EXPERT_NAMES: Mapping[str, str] = MappingProxyType(
     {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 )
 """The same for experts: one hub tensor each, one GGUF tensor for all of a layer."""
 ROUTER, ROUTER_GGUF = "mlp.gate", "ffn_gate_inp"
+LATENT_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+        "self_attn.o_proj": "attn_output",
+    }
+)
+"""Instead of LAYER_NAMES' attention, in a model with latent attention."""
+SHARED_NAMES: Mapping[str, str] = MappingProxyType(
+    {"gate_proj": "ffn_gate_shexp", "up_proj": "ffn_up_shexp", "down_proj": "ffn_down_shexp"}
+)
+CORRECTION, CORRECTION_GGUF = "mlp.gate.e_score_correction_bias", "exp_probs_b.bias"
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # As Qwen3-0.6B, but for the vocabulary, which is SmolLM2's.
@@ -76,6 +94,36 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "mlp_only_layers": [],
             }
         ),
+        # The kind of GLM-4.7-Flash, a fortieth of its size: latent attention, one dense layer, one shared expert.
+        "glm-flash-1b": MappingProxyType(
+            {
+                "model_type": "glm4_moe_lite",
+                "architectures": ["Glm4MoeLiteForCausalLM"],
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 10,
+                "num_key_value_heads": 10,
+                "q_lora_rank": 384,
+                "kv_lora_rank": 512,
+                "qk_nope_head_dim": 192,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 256,
+                "rope_theta": 1000000.0,
+                "n_routed_experts": 32,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 512,
+                "first_k_dense_replace": 1,
+                "n_group": 1,
+                "topk_group": 1,
+                "topk_method": "noaux_tc",
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 1.8,
+                "num_nextn_predict_layers": 0,
+                "tie_word_embeddings": False,
+            }
+        ),
         # SmolLM2's depth with next to no work in a layer: what a step costs besides its arithmetic (overhead.py).
         "narrow": MappingProxyType(
             {
@@ -93,7 +141,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 QUANTISED = ("Q8_0", "Q4_0")
-ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"})
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "glm4_moe_lite": "deepseek2"}
+)
 """`model_type` -> what GGUF calls it."""
 
 
@@ -133,11 +183,11 @@ def make(name: str, folder: Path, recipe: Path) -> None:
     if name == "smollm2":
         config, weights = dequantised(recipe)
     else:
-        config = {**SHAPES[name], **common_config(recipe)}
+        config = {**common_config(recipe), **SHAPES[name]}
         weights = random_weights(config)
     write_hub(hub, config, weights, recipe)
     sizes = {"bf16": sum(round(tensor.numel() * 2 * read_part(hub, config)) for hub, tensor in weights.items())}
-    kinds = {"narrow": (), "qwen3-moe-1b": ("BF16",)}.get(name, ("BF16", "F16", *QUANTISED))
+    kinds = {"narrow": (), "qwen3-moe-1b": ("BF16",), "glm-flash-1b": ("BF16",)}.get(name, ("BF16", "F16", *QUANTISED))
     for kind in kinds:
         sizes[kind.lower()] = write_gguf(folder / f"{kind}.gguf", kind, config, weights, recipe)
     (folder / "manifest.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
@@ -145,7 +195,13 @@ def make(name: str, folder: Path, recipe: Path) -> None:
 
 def read_part(hub: str, config: Mapping[str, Any]) -> float:
     """How much of a tensor one decode step reads, on average: an expert is chosen by few tokens."""
-    return config["num_experts_per_tok"] / config["num_experts"] if ".experts." in hub else 1.0
+    if hub == TIED and not config.get("tie_word_embeddings", True):
+        return 0.0  # a row of it
+    return config["num_experts_per_tok"] / num_experts(config) if ".experts." in hub else 1.0
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    return config.get("num_experts", config.get("n_routed_experts", 0))
 
 
 def common_config(recipe: Path) -> dict[str, Any]:
@@ -206,20 +262,13 @@ def dequantised(recipe: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def random_weights(config: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    experts = config.get("num_experts", 0)
-    inner = config.get("moe_intermediate_size", inner)
-    shapes = {
-        "gate": (experts, hidden),
-        "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
-        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
-        "embed_tokens": (config["vocab_size"], hidden), "q_norm": (dim,), "k_norm": (dim,),
-    }  # fmt: skip
+    shapes = latent_shapes(config) if "kv_lora_rank" in config else grouped_shapes(config)
     source = torch.Generator().manual_seed(0)
 
     def weight(hub: str) -> Any:
-        shape = shapes.get(hub.split(".")[-2], (hidden,))
+        if hub.endswith(CORRECTION):
+            return torch.randn((num_experts(config),), generator=source).mul_(0.02)
+        shape = shapes.get(shape_key(hub, config), (config["hidden_size"],))
         return (
             torch.ones(shape).bfloat16()
             if len(shape) == 1
@@ -230,23 +279,75 @@ def random_weights(config: Mapping[str, Any]) -> dict[str, Any]:
     return {each: weight(each) for hub in wanted for each in hub_names(hub, config)}
 
 
+def shape_key(hub: str, config: Mapping[str, Any]) -> str:
+    """The module's own name; a dense MLP beside experts has other widths than they."""
+    own = hub.split(".")[-2]
+    is_dense = ".mlp." in hub and ".experts." not in hub and ".shared_experts." not in hub
+    return f"dense.{own}" if is_dense and num_experts(config) and own != "gate" else own
+
+
+def mlp_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    width = config.get("moe_intermediate_size", inner)
+    return {
+        "gate": (num_experts(config), hidden), "embed_tokens": (config["vocab_size"], hidden),
+        "lm_head": (config["vocab_size"], hidden),
+        "gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width),
+        "dense.gate_proj": (inner, hidden), "dense.up_proj": (inner, hidden), "dense.down_proj": (hidden, inner),
+    }  # fmt: skip
+
+
+def grouped_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    return mlp_shapes(config) | {
+        "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
+        "q_norm": (dim,), "k_norm": (dim,),
+    }  # fmt: skip
+
+
+def latent_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    queries = config["q_lora_rank"]
+    return mlp_shapes(config) | {
+        "q_a_proj": (queries, hidden), "q_a_layernorm": (queries,), "q_b_proj": (heads * (nope + rope), queries),
+        "kv_a_proj_with_mqa": (rank + rope, hidden), "kv_a_layernorm": (rank,),
+        "kv_b_proj": (heads * (nope + value), rank), "o_proj": (hidden, heads * value),
+    }  # fmt: skip
+
+
 def hub_names(hub: str, config: Mapping[str, Any]) -> list[str]:
     """The hub tensors that `hub` stands for: `#` is every expert."""
-    return [hub.replace("#", str(expert)) for expert in range(config["num_experts"])] if "#" in hub else [hub]
+    return [hub.replace("#", str(expert)) for expert in range(num_experts(config))] if "#" in hub else [hub]
 
 
 def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(hub name, GGUF name) of every tensor that these families can have. `#` in a hub name: every expert."""
-    layers, of_layer = range(config["num_hidden_layers"]), dict(LAYER_NAMES)
-    if "num_experts" in config:
-        of_layer = {hub: name for hub, name in of_layer.items() if not hub.startswith("mlp.")}
-        of_layer |= {ROUTER: ROUTER_GGUF} | {f"mlp.experts.#.{hub}": name for hub, name in EXPERT_NAMES.items()}
-    inner = [
-        (f"model.layers.{layer}.{hub}.weight", f"blk.{layer}.{name}.weight")
-        for layer in layers
-        for hub, name in of_layer.items()
-    ]
-    return [*GLOBAL_NAMES.items(), *inner]
+    inner: list[tuple[str, str]] = []
+    for layer in range(config["num_hidden_layers"]):
+        inner += [
+            (f"model.layers.{layer}.{hub}.weight", f"blk.{layer}.{name}.weight")
+            for hub, name in layer_names(config, layer).items()
+        ]
+        if "n_routed_experts" in config and layer >= config["first_k_dense_replace"]:
+            inner.append((f"model.layers.{layer}.{CORRECTION}", f"blk.{layer}.{CORRECTION_GGUF}"))
+    head = {} if config.get("tie_word_embeddings", True) else {HEAD: "output.weight"}
+    return [*GLOBAL_NAMES.items(), *head.items(), *inner]
+
+
+def layer_names(config: Mapping[str, Any], layer: int) -> dict[str, str]:
+    """Hub name -> GGUF name of the matrices and norms of one layer."""
+    of_layer = dict(LAYER_NAMES)
+    if "kv_lora_rank" in config:
+        of_layer = {hub: name for hub, name in of_layer.items() if hub.startswith("mlp.")} | dict(LATENT_NAMES)
+    if not num_experts(config) or layer < config.get("first_k_dense_replace", 0):
+        return of_layer
+    of_layer = {hub: name for hub, name in of_layer.items() if not hub.startswith("mlp.")}
+    of_layer |= {ROUTER: ROUTER_GGUF} | {f"mlp.experts.#.{hub}": name for hub, name in EXPERT_NAMES.items()}
+    if config.get("n_shared_experts"):
+        of_layer |= {f"mlp.shared_experts.{hub}": name for hub, name in SHARED_NAMES.items()}
+    return of_layer
 
 
 def is_rotated(hub: str) -> bool:
@@ -308,9 +409,11 @@ def write_gguf(path: Path, kind: str, config: Mapping[str, Any], weights: Mappin
         tensor = torch.stack(parts) if "#" in hub else parts[0]
         if is_rotated(hub) and config["model_type"] == "llama":
             tensor = permuted(tensor, head_count(hub, config))
-        wanted = (
-            "F32" if tensor.dim() == 1 or ROUTER_GGUF in name else "Q8_0" if hub == TIED and kind in QUANTISED else kind
-        )
+        wanted = kind
+        if tensor.dim() == 1 or ROUTER_GGUF in name:
+            wanted = "F32"
+        elif hub == TIED and kind in QUANTISED:
+            wanted = "Q8_0"
         stored = gguf.GGMLQuantizationType[wanted]
         data = gguf.quants.quantize(tensor.float().numpy(), stored)
         writer.add_tensor(name, data, raw_dtype=stored)
@@ -331,17 +434,36 @@ def add_keys(writer: Any, kind: str, config: Mapping[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    if "kv_lora_rank" in config:
+        add_latent_keys(writer, config)
+    else:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
+    if num_experts(config):
+        writer.add_expert_count(num_experts(config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+
+
+def add_latent_keys(writer: Any, config: Mapping[str, Any]) -> None:
+    """Those of latent attention and of its family's experts, which GGUF knows under the first one's name."""
+    import gguf
+
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_key_length(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_value_length(config["v_head_dim"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 if __name__ == "__main__":

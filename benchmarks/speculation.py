@@ -40,7 +40,8 @@ def main() -> int:
     args = parser.parse_args()
     path = model_path(args.models, args.model, "proa")
     length = args.num_draft_tokens if args.num_draft_tokens == "auto" else int(args.num_draft_tokens)
-    with LLM(path, speculative="ngram", num_draft_tokens=length, threads=args.threads, max_model_len=2048) as llm:
+    settings = {"threads": args.threads, "max_model_len": 2048, "prefix_cache": "off"}
+    with LLM(path, speculative="ngram", num_draft_tokens=length, **settings) as llm:
         texts = [chat_prompt(llm, args.prompts, name, line) for name, line in PROMPTS]
         document = {str(temperature): measure(llm, texts, temperature, args) for temperature in TEMPERATURES}
         facts = {"model": args.model, "threads": args.threads, "draft_length": llm.stats().get("draft_length")}

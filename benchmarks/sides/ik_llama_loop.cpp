@@ -27,6 +27,7 @@ llama_context * context_for(int sequences) {
         options.n_threads = options.n_threads_batch = threads;
         options.flash_attn = true;
         options.fused_moe_up_gate = true;
+        options.mla_attn = 3;  // of use to models with latent attention, and read by no other
         context = llama_init_from_model(model, options);
     }
     return context;

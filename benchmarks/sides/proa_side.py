@@ -14,7 +14,9 @@ from proa import LLM, SamplingParams
 
 class Proa:
     def __init__(self, model: str, threads: int) -> None:
-        self._llm = LLM(model, speculative="none", threads=threads, max_model_len=1024, max_num_seqs=32)
+        self._llm = LLM(
+            model, speculative="none", threads=threads, max_model_len=1024, max_num_seqs=32, prefix_cache="off"
+        )
         digest = self._llm.explain()["digest"]
         self.version = (
             f"{proa.__version__}, plan {digest}, torch {torch.__version__}, Python {platform.python_version()}"

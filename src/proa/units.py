@@ -57,6 +57,11 @@ class Rollback(Enum):
     STATES = "states"
 
 
+class Switch(Enum):
+    ON = "on"
+    OFF = "off"
+
+
 class Verification(Enum):
     COUPLED = "coupled"
     REJECTION = "rejection"

@@ -8,6 +8,7 @@ output, or raises. `expected` computes the same output without pages, batches or
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ from proa.speculative.drafters.nextn import NextNDrafter
 from proa.speculative.drift import AcceptWatch
 from proa.speculative.protocol import DraftContext, Drafter, HiddenRows, Proposal, Verdict
 from proa.speculative.verify import Verifier
-from proa.units import Algorithm, Phase, Verification
+from proa.units import Algorithm, Phase, Switch, Verification
 from tests.speculative.next_model import Hidden, NextRunner
 
 VOCAB = 23
@@ -52,9 +53,20 @@ class Broken(Exception):
     """The forward that was to fail has failed."""
 
 
+def check_pages(tables: BlockTables, spans: Sequence[RowSpan]) -> None:
+    """Nobody reads a page that nobody owns, and a page that is written has one owner and one reader."""
+    size = tables.page_size
+    used = Counter(page for span in spans for page in span.pages)
+    written = {page for span in spans for page in span.pages[span.start // size : (span.end - 1) // size + 1]}
+    assert all(tables.pool.owners(page) for page in used), "a page is used that nobody owns"
+    assert all(used[page] == tables.pool.owners(page) == 1 for page in written), "a page that is written has two owners"
+
+
 class TableRunner:
     """Honours RowSpan and checks what the engine promises about pages. `fails_at`: numbers of forwards that raise.
     `hidden`: where its hidden rows are numbered; None: it gives none."""
+
+    states = None
 
     def __init__(
         self,
@@ -95,10 +107,12 @@ class TableRunner:
         ends = [(span, position + 1) for span in spans for position in range(span.start, span.end)]
         return torch.stack([self.hidden.row(self._read(span, end)) for span, end in ends])
 
+    @property
+    def participants(self) -> tuple[BlockTables, ...]:
+        return (self.tables,)
+
     def _check(self, spans: Sequence[RowSpan]) -> None:
-        pages = [page for span in spans for page in span.pages]
-        assert len(pages) == len(set(pages)), "a page has two owners in one forward"
-        assert all(self.tables.pool.owners(page) == 1 for page in pages), "a page is used that nobody owns"
+        check_pages(self.tables, spans)
         for span in spans:
             assert span.tokens, "a span has no rows"
             assert len(span.pages) >= self.tables.pages_for(span.start + len(span.tokens)), "too few pages for the rows"
@@ -234,12 +248,20 @@ def decided(value: object) -> Decision:
     return Decision(knob="test", value=value, requested=AUTO, source=Source.DEFAULT, rule="test", reason="test")
 
 
-def schedule(*, max_num_seqs: int = 8, max_model_len: int = 64, prefill_chunk: int = 16) -> SchedulePlan:
+def schedule(
+    *,
+    max_num_seqs: int = 8,
+    max_model_len: int = 64,
+    prefill_chunk: int = 16,
+    alignment: int = 1,
+    reuses: bool = False,
+) -> SchedulePlan:
     return SchedulePlan(
         max_num_seqs=decided(max_num_seqs),
         max_model_len=decided(max_model_len),
         prefill_chunk=decided(prefill_chunk),
-        prefill_alignment=decided(1),
+        prefill_alignment=decided(alignment),
+        prefix_cache=decided(Switch.ON if reuses else Switch.OFF),
     )
 
 
@@ -304,7 +326,7 @@ def tokens_of(outputs: Mapping[int, Sequence[StepOutput]]) -> dict[int, list[int
 
 
 def check_empty(*runners: EngineRunner) -> None:
-    """No page is lost and none is still held."""
+    """No page is lost, and none is held but for requests to come."""
     for runner in runners:
         runner.tables.pool.check()
-        assert runner.tables.pool.num_free == runner.tables.pool.num_pages
+        assert runner.tables.pool.num_free + runner.tables.pool.num_idle == runner.tables.pool.num_pages

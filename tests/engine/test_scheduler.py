@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proa.cache.pages import PagePool
-from proa.cache.tables import BlockTables
 from proa.engine.request import Request, Status
 from proa.engine.scheduler import Scheduler, StepPlan
-from tests.engine.table_model import request, schedule
+from tests.engine.table_model import TableRunner, request, schedule
 
 
 class Bench:
@@ -20,11 +18,11 @@ class Bench:
     def __init__(
         self, *, num_pages: int, page_size: int = 4, draft_pages: int | None = None, drafts: int = 0, **limits: int
     ) -> None:
-        self.tables = BlockTables(PagePool(num_pages), page_size)
-        runners = [self.tables]
+        runners = [TableRunner(num_pages=num_pages, page_size=page_size)]
         if draft_pages is not None:
-            runners.append(BlockTables(PagePool(draft_pages), page_size))
-        self.scheduler = Scheduler(schedule(**limits), runners, drafts)
+            runners.append(TableRunner(num_pages=draft_pages, page_size=page_size))
+        self.tables = runners[0].tables
+        self.scheduler = Scheduler(schedule(**limits), runners, drafts, None)
         self.requests: dict[int, Request] = {}
 
     def add(self, request_id: int, prompt_tokens: int, max_tokens: int = 12, **params: object) -> Request:

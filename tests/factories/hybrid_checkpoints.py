@@ -134,7 +134,8 @@ def hybrid_tensors(config: Mapping[str, Any], seed: int, dtype: torch.dtype) -> 
 
     tensors = {name: value(name, shape).to(dtype) for name, shape in _listed_shapes(text_of(config))}
     tensors = stacked(tensors) if is_stacked(config) else tensors
-    return _outside(config, tensors, torch.full((32,), 7.0, dtype=dtype))
+    written = _outside(config, tensors, torch.full((32,), 7.0, dtype=dtype))
+    return {name: value.clone() for name, value in written.items()}  # safetensors refuses what shares memory
 
 
 def write_hybrid(

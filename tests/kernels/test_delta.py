@@ -107,7 +107,7 @@ CUTTINGS = {
 
 @pytest.mark.parametrize("cutting", CUTTINGS)
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[4]])
-def test_every_phase_and_cutting_gives_the_recurrent_results_and_state(
+def test_f33_every_phase_and_cutting_gives_the_recurrent_results_and_state(
     ops: DeltaOps, shape: DeltaSpec, cutting: str
 ) -> None:
     phase, steps = CUTTINGS[cutting]
@@ -120,7 +120,9 @@ def test_every_phase_and_cutting_gives_the_recurrent_results_and_state(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_and_type_gives_the_reference_results(ops: DeltaOps, shape: DeltaSpec, dtype: torch.dtype) -> None:
+def test_f33_every_shape_and_type_gives_the_reference_results(
+    ops: DeltaOps, shape: DeltaSpec, dtype: torch.dtype
+) -> None:
     ours, expected = Deltas(shape, [70], dtype=dtype), Deltas(shape, [70], dtype=dtype)
     results = []
     for case, with_ops in ((ours, ops), (expected, ReferenceDelta())):

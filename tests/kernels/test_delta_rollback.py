@@ -45,7 +45,7 @@ def same(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", range(1, 9))
-def test_a_state_per_verified_row_is_that_of_plain_decoding(
+def test_f33_a_state_per_verified_row_is_that_of_plain_decoding(
     ops: DeltaOps, rows: int, kind: str, dtype: torch.dtype
 ) -> None:
     case, plain = (Deltas(spec(kind), [20], dtype=dtype) for _ in range(2))
@@ -59,7 +59,7 @@ def test_a_state_per_verified_row_is_that_of_plain_decoding(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 4, 8])
-def test_kept_inputs_applied_again_leave_the_state_of_plain_decoding(
+def test_f33_kept_inputs_applied_again_leave_the_state_of_plain_decoding(
     ops: DeltaOps, rows: int, kind: str, dtype: torch.dtype
 ) -> None:
     case, plain = (Deltas(spec(kind), [20], dtype=dtype) for _ in range(2))

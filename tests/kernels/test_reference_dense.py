@@ -11,7 +11,7 @@ import torch
 
 from proa.arch.blocks import QueryScale
 from proa.kernels.reference.attention import ReferenceAttention
-from proa.kernels.reference.misc import ReferenceDense, rms_norm, rotate, scale_queries
+from proa.kernels.reference.misc import ReferenceDense, rms_norm, rotate
 from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
 
 OPS = ReferenceDense()
@@ -84,7 +84,7 @@ def test_neighbours_that_are_pairs_turn_alike_and_come_to_lie_in_halves() -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_grow_with_their_position(dtype: torch.dtype) -> None:
     x, positions = random(5, 2, 4).to(dtype), [0, 7, 8, 17, 4000]
-    out = scale_queries(x, torch.tensor(positions), QueryScale(beta=0.1, original=8))
+    out = ReferenceDense().scale_queries(x, torch.tensor(positions), QueryScale(beta=0.1, original=8))
     factors = [1 + 0.1 * math.log(1 + position // 8) for position in positions]
     expected = x.double().numpy() * np.array(factors)[:, None, None]
     assert out.dtype is dtype

@@ -15,10 +15,15 @@ WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 INSTALLED = {"torch": "2.13.0+cu130", "triton": "3.5.0", "fla-core": "0.4.0", "flashinfer-python": "0.6.0"}
 
 
+TESTED = {"triton": "passed", "flashinfer": "passed"}
+
+
 def gpu_host(sm: str, cuda: str | None = "13.0", **changes: Any) -> Any:
-    """A host with one GPU of that compute capability, and every optional kernel package."""
+    """A host with one GPU of that compute capability, and every optional kernel package, self-tests passed."""
     gpu = replace(GPU_HOST.gpus[0], name=f"a GPU with SM {sm}", sm=sm)
-    return replace(GPU_HOST, gpus=(gpu,), cuda_version=cuda, libraries=INSTALLED, **changes)
+    kernels = {**GPU_HOST.kernels, **TESTED}
+    host = replace(GPU_HOST, gpus=(gpu,), cuda_version=cuda, libraries=INSTALLED, kernels=kernels)
+    return replace(host, **changes)
 
 
 SM90, SM100 = gpu_host("9.0"), gpu_host("10.0")

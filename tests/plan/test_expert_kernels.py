@@ -10,6 +10,7 @@ import pytest
 
 from proa.conditions import Blocked, FactView, Source
 from proa.errors import KernelUnavailable, PlanError
+from proa.kernels import catalog
 from proa.kernels.caps import DeviceCaps
 from proa.kernels.catalog import CATALOG, MAX_GROUPS, MOE, NATIVE_MIXERS, kernels_for
 from proa.plan.decision import Decision
@@ -106,20 +107,26 @@ WORDS = {
 
 @pytest.mark.parametrize(("family", "words"), WORDS.items())
 def test_native_attention_is_planned_where_it_covers_every_layer_and_else_says_what_it_lacks(
-    tmp_path: Path, family: str, words: list[str]
+    tmp_path: Path, family: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(family)
     model = write_headers(tmp_path / "m", config, shapes=shapes_of(config))
+    assert decided(model, "attention.decode").value == "native"
+    monkeypatch.setattr(catalog, "NATIVE_MIXERS", NATIVE_MIXERS - {words[0]})
     decision = decided(model, "attention.decode")
-    lacking = [word for word in words if word not in NATIVE_MIXERS]
-    if not lacking:
-        assert decision.value == "native"
-        return
     (check,) = [c for c in decision.checked if c.condition == "kernel.native.mixers"]
     assert check.inputs == {"spec.mixers": words}
-    assert check.reason == f"native attention does not cover {', '.join(lacking)}"
+    assert check.reason == f"native attention does not cover {words[0]}"
     with pytest.raises(KernelUnavailable, match="attention.decode = native"):
         planned(model, caps=SERVER, attention_decode="native")
+
+
+def test_index_keys_of_native_attention_have_a_largest_size(tmp_path: Path) -> None:
+    for size, says in ((256, None), (272, "native index keys have at most 256 elements, not 272")):
+        config = config_of("deepseek_v32", index_head_dim=size)
+        decision = decided(write_headers(tmp_path / str(size), config, shapes=shapes_of(config)), "attention.decode")
+        (check,) = [c for c in decision.checked if c.condition == "kernel.native.latent"]
+        assert check.reason == says
 
 
 @pytest.mark.parametrize(
@@ -167,11 +174,11 @@ def test_block_fp8_weights_are_computed_with_in_bfloat16_and_dequantised_on_load
     assert stored.inputs["stored.formats"] == {"fp8 32x32": count}
 
 
-def test_to_keep_eight_bits_is_refused_until_a_kernel_does(tmp_path: Path, glm: Path) -> None:
+def test_to_keep_eight_bits_is_refused_where_no_kernel_can(tmp_path: Path, glm: Path) -> None:
     model = write_experts(tmp_path / "m", "glm4_moe", fp8=lambda name: True)
     with pytest.raises(KernelUnavailable, match="quantization = fp8 was asked for") as caught:
         planned(model, quantization="fp8")
-    assert "no kernel computes on this stored form" in str(caught.value)
+    assert "reference does not compute on FP8 codes (matmul_kernel)" in str(caught.value)
     assert decided(model, "quantization", quantization="none").source is Source.ASKED
     with pytest.raises(PlanError, match="which Proa does not know"):
         planned(glm, quantization="fp8")

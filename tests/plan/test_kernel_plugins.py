@@ -13,9 +13,11 @@ import pytest
 
 from proa.conditions import Source
 from proa.errors import KernelUnavailable, PlanError
+from proa.kernels.bind import bind
 from proa.kernels.caps import DeviceCaps, caps_from_json, caps_to_json
 from proa.kernels.delta_catalog import DELTA_KERNELS
 from proa.kernels.plugins import GROUP, KernelPlugin, read_plugins
+from proa.layers.base import kernel_names
 from proa.plan.prepare import host_caps
 from proa.plan.runner_plan import LinearAttentionPlan
 from proa.units import Phase
@@ -46,7 +48,7 @@ def triple(plan: LinearAttentionPlan) -> tuple[str | None, ...]:
 
 
 def test_without_an_installed_package_there_are_none() -> None:
-    assert read_plugins(pytest.fail) == ()
+    assert read_plugins(pytest.fail, []) == ()
 
 
 def test_an_installed_package_is_found_and_its_kernels_are_chosen_on_its_device(
@@ -103,12 +105,20 @@ def test_each_runner_of_a_pair_hands_the_backend_its_own_plan(ascend: KernelPlug
     assert made[0].name == "ascend" and made[0] is not made[1]
 
 
+def test_a_plan_that_names_the_backend_binds_its_ops_and_only_from_the_package(ascend: KernelPlugin, gdn: Path) -> None:
+    resolved = planned(gdn, caps=ASCEND, plugins=(ascend,))
+    names = kernel_names(resolved.target.plan, resolved.target.spec)
+    assert dict(bind(names, None, resolved.plugins).names.delta) == kernels_of(resolved.target.plan.linear_attention)
+    with pytest.raises(KernelUnavailable, match="linear_attention.prefill = ascend is no kernel"):
+        bind(names, None, ())
+
+
 def kernels_of(plan: LinearAttentionPlan) -> dict[Phase, str]:
     leaves = {Phase.PREFILL: plan.prefill, Phase.DECODE: plan.decode, Phase.VERIFY: plan.verify}
     return {phase: leaf.value for phase, leaf in leaves.items() if leaf.value is not None}
 
 
-def test_without_a_plan_there_is_no_backend(ascend: KernelPlugin) -> None:
+def test_f31_without_a_plan_there_is_no_backend(ascend: KernelPlugin) -> None:
     with pytest.raises(TypeError, match="plan"):
         ascend.delta()  # type: ignore[call-arg]  # what the test is about
 

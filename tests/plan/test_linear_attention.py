@@ -313,7 +313,12 @@ def test_f28_a_default_is_never_written_back_as_if_asked(gdn: Path) -> None:
         (gpu_host("8.9"), {}, False, "SM 9.x or 10.x, not 8.9"),
         (gpu_host("12.0"), {}, False, "SM 9.x or 10.x, not 12.0"),
         (without("flashinfer-python"), {}, False, "needs flashinfer-python, not installed"),
-        (replace(SM90, kernels={"flashinfer": "failed: states differ"}), {}, False, "self-test failed: states differ"),
+        (
+            replace(SM90, kernels={**SM90.kernels, "flashinfer": "failed: states differ"}),
+            {},
+            False,
+            "self-test failed: states differ",
+        ),
     ],
 )
 def test_the_flashinfer_prefill_default_and_everything_that_stands_against_it(

@@ -108,6 +108,7 @@ LAYER_FACTS: dict[str, Any] = {
     "target.num_layers": 4,
     "draft.vocab": 3,
     "draft.hidden": 8,
+    "draft.num_layers": 4,
     "draft.layers": [4],
     "draft.taps": [8],
     "draft.max_positions": 10,
@@ -145,6 +146,13 @@ def test_every_condition_can_hold_and_can_fail(
 def test_a_bundled_draft_is_the_one_layer_behind_its_targets_last(layers: list[int]) -> None:
     with pytest.raises(PlanError, match="layer 4"):
         check_pair(BUNDLED, LAYER_FACTS | {"draft.layers": layers})
+
+
+def test_a_bundled_draft_that_is_numbered_by_itself_was_made_for_a_model_like_its_target() -> None:
+    own = LAYER_FACTS | {"draft.layers": [0]}
+    assert all(v.reason is None for v in check_pair(BUNDLED, own).verdicts)
+    with pytest.raises(PlanError, match="the target has 4 layers, the draft was made for a model of 3"):
+        check_pair(BUNDLED, own | {"draft.num_layers": 3})
 
 
 def test_every_reason_of_a_bad_pair_is_listed() -> None:

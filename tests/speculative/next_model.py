@@ -7,6 +7,7 @@ layer's own output lies before one made from the target's: such a row was kept.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -47,6 +48,8 @@ class Hidden:
 class NextRunner:
     """Logits of row i are `logits(tokens 0 to i + 1, how many rows in a row are its own)`."""
 
+    states = None
+
     def __init__(
         self,
         hidden: Hidden,
@@ -64,6 +67,10 @@ class NextRunner:
         self._cache: dict[int, tuple[int, torch.Tensor]] = {}
 
     @property
+    def participants(self) -> tuple[BlockTables, ...]:
+        return (self.tables,)
+
+    @property
     def rows_per_forward(self) -> list[int]:
         return [sum(len(span.tokens) for span in spans) for spans in self.forwards]
 
@@ -71,9 +78,10 @@ class NextRunner:
         self.forwards.append(list(spans))
         phases = [span.phase for span in spans]
         assert phases == sorted(phases, key=lambda phase: phase is Phase.DECODE)
-        pages = [page for span in spans for page in span.pages]
-        assert len(pages) == len(set(pages)), "a page has two owners in one forward"
-        assert all(self.tables.pool.owners(page) == 1 for page in pages), "a page is used that nobody owns"
+        used = Counter(page for span in spans for page in span.pages)
+        assert all(self.tables.pool.owners(page) for page in used), "a page is used that nobody owns"
+        written = {page for span in spans for page in span.pages[span.start // self.tables.page_size :]}
+        assert all(used[page] == self.tables.pool.owners(page) == 1 for page in written), "a written page has two owners"
         logits, own = [], []
         for span in spans:
             assert span.hidden is not None and span.hidden.shape == (len(span.tokens), 2)

@@ -8,16 +8,20 @@ import pytest
 import torch
 
 from proa.cache.pages import PagePool
+from proa.cache.state import StateTables
+from proa.cache.state_values import NONE, Replay, StateRoom
 from proa.cache.tables import BlockTables
 from proa.runner.batch import ForwardOutput, RowSpan
 from proa.speculative.costs import BUDGET, CONTEXT, ROWS, measure
-from proa.units import Phase
+from proa.units import DType, Phase
 
 VOCAB = 11
 
 
 class TimedRunner:
     """A forward of n rows takes `seconds(n)`; the first of all takes one second more."""
+
+    states = None
 
     def __init__(self, num_pages: int, page_size: int, seconds) -> None:
         self.tables = BlockTables(PagePool(num_pages), page_size)
@@ -98,3 +102,23 @@ def test_a_draft_that_begins_with_hidden_rows_gets_some_all_different_and_anothe
     longest = max((span.hidden for span in runner.spans), key=len)
     assert len(longest.unique(dim=0)) == max(ROWS)
     assert all(span.hidden is None for span in timed(lambda rows: 1e-3)[0].spans)
+
+
+@pytest.mark.parametrize(("slots", "kept_rows", "most"), [(40, 0, 32), (7, 0, 6), (2, 9, 8), (1, 0, 1)])
+def test_a_model_with_states_is_measured_on_slots_that_are_free_again_afterwards(
+    slots: int, kept_rows: int, most: int
+) -> None:
+    runner = TimedRunner(64, 16, lambda rows: 1e-4 * rows)
+    runner.states = StateTables(StateRoom(slots=slots, kept_rows=kept_rows), DType.F32, replayed_by_nobody)
+    table = measure(runner, vocab=VOCAB, max_positions=10**6, hidden=None, clock=runner.clock)
+    assert table.rows == tuple(sorted(rows for rows in ROWS if rows <= most))
+    for span in runner.spans:
+        assert span.state is not None
+        assert len(span.state.targets) == len(span.state.kept) == len(span.tokens)
+        assert NONE not in (span.state.kept if kept_rows and len(span.tokens) > 1 else span.state.targets)
+    runner.states.check()
+    assert runner.states.free_slots == slots
+
+
+def replayed_by_nobody(replays: Sequence[Replay]) -> None:
+    raise AssertionError("nothing was accepted")

@@ -36,6 +36,7 @@ from tests.speculative.worlds import state
 
 class Draft:
     tables = BlockTables(PagePool(1), 1)
+    states = None
 
 
 TABLE = CostTable(rows=(1,), seconds=(1.0,))

@@ -27,6 +27,8 @@ V, K, PAGE = 8, 4, 3
 class CacheRunner:
     """Logits of a row are the world's after the tokens that lie in the request's pages: a wrong row, wrong logits."""
 
+    states = None
+
     def __init__(self, world: World, num_pages: int = 64) -> None:
         self.tables = BlockTables(PagePool(num_pages), PAGE)
         self.world = world

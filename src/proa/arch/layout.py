@@ -11,6 +11,8 @@ from math import prod
 
 from proa.units import DType
 
+ROWS_PER_SCALE = 16  # of kept block FP8: parts of a merged parameter need no common grid of larger blocks
+
 
 class SharedWeight(Enum):
     """With what weight a fused shared expert enters the sum of a token's experts."""
@@ -62,13 +64,14 @@ class WeightLayout:
     """Physical arrangement of one runner's weights, decided in its plan; read by rules, table and builder alike.
 
     `tied_head`: the output head is the embedding matrix, there is no `head.weight` parameter. `moe`: the layout of each
-    MoE layer by its index. `blocks`: parameters kept in the stored block format, by name; all others are in the compute
-    dtype.
+    MoE layer by its index. `blocks`: parameters kept in a stored form, by name: a block format, or F8_E4M3 with a scale
+    per `scale_columns` columns; all others are in the compute dtype.
     """
 
     tied_head: bool
     moe: tuple[tuple[int, MoELayout], ...] = ()
     blocks: tuple[tuple[str, DType], ...] = ()
+    scale_columns: int | None = None
 
     def moe_of(self, layer: int) -> MoELayout:
         """Raises KeyError for a layer without experts."""
@@ -77,10 +80,22 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterInfo:
-    """Shape in elements; `dtype` None means the runner's compute dtype, a block format the bytes as stored."""
+    """Shape in elements; `dtype` None means the runner's compute dtype, a block format the bytes as stored.
+
+    `scale_columns`: columns per scale, of F8_E4M3 codes that have float32 scales beside them, in a tensor of its own.
+    """
 
     shape: tuple[int, ...]
     dtype: DType | None = None
+    scale_columns: int | None = None
+
+    @property
+    def scale_shape(self) -> tuple[int, ...] | None:
+        """[..., rows / ROWS_PER_SCALE, columns / scale_columns], rounded up."""
+        if self.scale_columns is None:
+            return None
+        *outer, rows, columns = self.shape
+        return (*outer, -(-rows // ROWS_PER_SCALE), -(-columns // self.scale_columns))
 
     @property
     def rows(self) -> int:
@@ -88,4 +103,5 @@ class ParameterInfo:
         return prod(self.shape[:-1] or self.shape)
 
     def nbytes(self, compute: DType) -> int:
-        return (self.dtype or compute).nbytes(prod(self.shape))
+        scales = 0 if self.scale_shape is None else DType.F32.nbytes(prod(self.scale_shape))
+        return (self.dtype or compute).nbytes(prod(self.shape)) + scales

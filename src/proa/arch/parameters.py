@@ -19,9 +19,15 @@ Entry = tuple[str, ParameterInfo]
 
 def decoder_parameters(spec: DecoderSpec, layout: WeightLayout) -> dict[str, ParameterInfo]:
     """Name -> shape of every parameter of the built decoder, in building order."""
+    kept = dict(layout.blocks)
     table = dict(_outer_parameters(spec, layout))
-    blocks = dict(layout.blocks)
-    return {name: ParameterInfo(shape=info.shape, dtype=blocks.get(name, info.dtype)) for name, info in table.items()}
+    return table | {
+        name: ParameterInfo(
+            shape=info.shape, dtype=kept[name], scale_columns=None if kept[name].is_block else layout.scale_columns
+        )
+        for name, info in table.items()
+        if name in kept
+    }
 
 
 def _outer_parameters(spec: DecoderSpec, layout: WeightLayout) -> Iterator[Entry]:

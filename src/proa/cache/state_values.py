@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from proa.plan.runner_plan import MemoryPlan
-from proa.units import DType, Role
+from proa.units import DType
 
 NONE = -1
 """No slot, no row of kept inputs: as in kernels/delta.py."""
@@ -18,14 +17,6 @@ class StateRoom:
 
     slots: int
     kept_rows: int
-
-    @classmethod
-    def planned(cls, memory: MemoryPlan, role: Role) -> StateRoom | None:
-        """That of a runner, for requests and snapshots; None where it has no states."""
-        if role.value not in memory.state_slots or not memory.state_slots[role.value].value:
-            return None
-        slots = memory.state_slots[role.value].value + memory.snapshot_slots[role.value].value
-        return cls(slots=slots, kept_rows=memory.kept_rows[role.value])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

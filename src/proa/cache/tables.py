@@ -5,7 +5,7 @@ Owns lengths and page lists, not the pages (cache/pages.py) and not the rows in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from proa.cache.pages import PagePool
@@ -60,6 +60,10 @@ class BlockTables:
         table = self._tables.get(request_id)
         return tuple(table.pages) if table else ()
 
+    def num_pages(self, request_id: int) -> int:
+        table = self._tables.get(request_id)
+        return len(table.pages) if table else 0
+
     @property
     def free_rows(self) -> int:
         """Rows in pages that nobody owns."""
@@ -86,6 +90,7 @@ class BlockTables:
         if not self._is_open:
             raise RuntimeError(f"request {request_id}: rows can be reserved in a transaction only")
         table = self._tables.get(request_id) or _Table()
+        self._check_writable(request_id, table)
         missing = self.pages_for(table.length + rows) - len(table.pages)
         new_pages = self.pool.allocate(missing) if missing > 0 else ()  # most decode steps need none
         self._remember(request_id)
@@ -139,6 +144,19 @@ class BlockTables:
         self._marked.clear()
         self._is_open = False
 
+    def adopt(self, request_id: int, pages: Sequence[int]) -> None:
+        """Let a request that has no rows begin with those in `pages`, all of them full, which others may own as well.
+
+        Their rows are only read: what the request writes goes to the pages after them.
+        """
+        if self._is_open:
+            raise RuntimeError(f"request {request_id}: pages cannot be adopted in a transaction")
+        if self.has(request_id):
+            raise ValueError(f"request {request_id} has {self.length(request_id)} rows already, and cannot adopt pages")
+        self.pool.share(pages)
+        if pages:
+            self._tables[request_id] = _Table(length=len(pages) * self.page_size, pages=list(pages))
+
     def release(self, request_id: int) -> None:
         """Forget the request and give its pages back. An unknown request has none to give."""
         if self._is_open:
@@ -147,6 +165,12 @@ class BlockTables:
         self._marked.pop(request_id, None)
         if table is not None:
             self.pool.release(table.pages)
+
+    def _check_writable(self, request_id: int, table: _Table) -> None:
+        """The next rows must not go where somebody else reads."""
+        first = table.length // self.page_size
+        if first < len(table.pages) and self.pool.owners(table.pages[first]) > 1:
+            raise RuntimeError(f"request {request_id}: row {table.length} would be written to a shared page")
 
     def _remember(self, request_id: int) -> None:
         if request_id not in self._marked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ _DTYPES = MappingProxyType(
         )
     }
 )
+
+
+_BYTES = MappingProxyType({name: dtype.nbytes(1) for name, dtype in _DTYPES.items()})
+_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,7 @@ def read_header(path: Path) -> ShardHeader:
             )
         if 8 + length > size:
             raise _truncated(path, size, 8 + length)
-        header = parse_object(head[8:] + file.read(length - 1) if length else b"", f"{path.name} (header)")
+        header = _parsed(head[8:] + file.read(length - 1) if length else b"", path)
     start = 8 + length
     tensors = [_tensor_info(path, name, entry, start) for name, entry in header.items() if name != "__metadata__"]
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
@@ -74,32 +79,46 @@ def read_header(path: Path) -> ShardHeader:
     return ShardHeader(file=path, size=size, tensors=found, headers_only=headers_only)
 
 
-def _tensor_info(path: Path, name: str, entry: object, start: int) -> TensorInfo:
-    def bad(what: str) -> CheckpointError:
-        return CheckpointError("checkpoint/bad-header", f"{path.name}: {name}: {what}")
+def _parsed(text: bytes, path: Path) -> Mapping[str, Any]:
+    """Looking for keys that appear twice costs as much as parsing. Where none does, each field appears as often as
+    there are tensors; where one does, or a name merely looks like a field, the strict parser tells."""
+    try:
+        header = json.loads(text)
+        tensors = len(header) - ("__metadata__" in header)
+        if all(text.count(b'"%s"' % field.encode()) == tensors for field in _FIELDS):
+            return header
+    except (ValueError, TypeError, RecursionError):
+        pass
+    return parse_object(text, f"{path.name} (header)")
 
-    if not isinstance(entry, dict) or set(cast("dict[str, Any]", entry)) != {"dtype", "shape", "data_offsets"}:
-        raise bad("its header entry must have exactly dtype, shape and data_offsets")
+
+def _tensor_info(path: Path, name: str, entry: object, start: int) -> TensorInfo:
+    if not isinstance(entry, dict) or cast("dict[str, Any]", entry).keys() != _FIELDS:
+        raise _bad(path, name, "its header entry must have exactly dtype, shape and data_offsets")
     fields = cast("dict[str, Any]", entry)
-    dtype = _DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    kind, shape, offsets = fields["dtype"], _naturals(fields["shape"]), _naturals(fields["data_offsets"])
+    dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
     if dtype is None:
         raise CheckpointError(
             "checkpoint/unknown-dtype",
-            f"{path.name}: {name}: the dtype {fields['dtype']!r} is not known",
+            f"{path.name}: {name}: the dtype {kind!r} is not known",
             facts=[f"known: {' '.join(_DTYPES)}"],
         )
-    shape, offsets = _naturals(fields["shape"]), _naturals(fields["data_offsets"])
     if shape is None:
-        raise bad("its shape is not a list of integers >= 0")
+        raise _bad(path, name, "its shape is not a list of integers >= 0")
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise bad("its data_offsets are not [begin, end] with 0 <= begin <= end")
-    nbytes, span = dtype.nbytes(math.prod(shape)), offsets[1] - offsets[0]
+        raise _bad(path, name, "its data_offsets are not [begin, end] with 0 <= begin <= end")
+    nbytes, span = math.prod(shape) * _BYTES[kind], offsets[1] - offsets[0]
     if nbytes != span:
-        raise bad(f"{dtype.name} of shape {list(shape)} has {nbytes} bytes, but its offsets span {span}")
+        raise _bad(path, name, f"{kind} of shape {list(shape)} has {nbytes} bytes, but its offsets span {span}")
     refuse_huge_empty(path, name, shape)
     return TensorInfo(
         name=name, stored_name=name, dtype=dtype, shape=shape, nbytes=nbytes, file=path, offset=start + offsets[0]
     )
+
+
+def _bad(path: Path, name: str, what: str) -> CheckpointError:
+    return CheckpointError("checkpoint/bad-header", f"{path.name}: {name}: {what}")
 
 
 def refuse_huge_empty(path: Path, name: str, shape: tuple[int, ...]) -> None:

@@ -30,6 +30,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     except OSError as error:
         what = f"{error.filename or path}: cannot be read: {error.strerror or error}"
         raise CheckpointError("checkpoint/unreadable", what) from error
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        # Files of a target and of its draft have the same names.
+        facts = (*error.facts, f"checkpoint: {path}")
+        raise CheckpointError(error.slug, error.message, facts=facts, hint=error.hint) from error
 
 
 def require_data(checkpoint: Checkpoint) -> None:

@@ -18,6 +18,7 @@ from proa.loading.dry_run import account, inspect, open_ledgers
 from proa.loading.ledger import LoadLedger
 from proa.plan.planned import Planned, Resolved
 from proa.plan.prepare import boundless, host_caps, prepare
+from proa.plan.shapes import KINDS
 from proa.units import format_bytes
 
 
@@ -134,18 +135,23 @@ def _mixer_lines(mixer: MixerSpec) -> Iterator[str]:
         case AttentionSpec():
             window = f", window {mixer.window}" if mixer.window else ""
             norms = ", q and k normalised" if mixer.qk_norm else ""
+            gate = ", gated" if mixer.is_gated else ""
             heads = f"{mixer.num_heads} heads, {mixer.num_kv_heads} kv heads, size {mixer.head_dim}"
-            yield f"attention {heads}{norms}{window}"
+            yield f"attention {heads}{norms}{gate}{window}"
         case MLASpec():
             ranks = f"latent {mixer.kv_rank}" + (f", queries through {mixer.q_rank}" if mixer.q_rank else "")
-            sizes = f"{mixer.nope_dim} + {mixer.rope_dim} rotated, values {mixer.value_dim}"
+            rotated = "rotated" if mixer.rope is not None else "shared by all, no positions"
+            sizes = f"{mixer.nope_dim} + {mixer.rope_dim} {rotated}, values {mixer.value_dim}"
             yield f"latent attention {mixer.num_heads} heads, {sizes}, {ranks}"
             if (indexer := mixer.indexer) is not None:
                 own = f"{indexer.num_heads} heads, size {indexer.head_dim}"
                 whose = own if indexer.is_full else "of a layer before"
                 yield f"  of {indexer.top_k} rows selected by an index, {whose}"
         case DeltaSpec():
-            yield "linear attention"
+            heads = (
+                f"{mixer.key_heads} key heads of {mixer.key_dim}, {mixer.value_heads} value heads of {mixer.value_dim}"
+            )
+            yield f"linear attention ({KINDS[mixer.decay]}) {heads}, convolution over {mixer.taps} rows"
             return
     if mixer.rope is not None:
         pairs = ", neighbouring pairs" if mixer.rope.is_interleaved else ""

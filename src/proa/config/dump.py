@@ -12,16 +12,18 @@ from proa.config.intent import EngineConfig
 
 
 def to_toml(config: EngineConfig) -> str:
-    """One line per leaf with its origin; leaves that nobody asked for are commented out."""
+    """One line per leaf with its origin; leaves that nobody asked for are commented out. What was asked of all phases
+    at once stays one line: a runner's own default goes before it, and not before what was asked of one phase."""
     names = {key.leaves[0]: key.dotted for key in KEYS if len(key.leaves) == 1}
+    bases = {leaf: key.spellings[-1] for key in KEYS if key.role and len(key.leaves) > 1 for leaf in key.leaves}
     lines = [f"# MODEL = {_literal(config.model)}"]
     for path, choice in config.leaves():
         if path in names:
             asked = choice.origin.source is not OriginSource.DEFAULT
             value = "auto" if choice.is_auto else choice.value
-            line = f"{names[path]} = {_literal(value)}"
+            line = f"{bases[path] if choice.origin.is_base else names[path]} = {_literal(value)}"
             lines.append(f"{line}  # {_comment(str(choice.origin))}" if asked else f"# {line}")
-    return "\n".join(lines)
+    return "\n".join(dict.fromkeys(lines))
 
 
 def _literal(value: Any) -> str:

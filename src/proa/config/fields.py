@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from enum import Enum
 
 from proa.config.kinds import GLOBS, PATH, SIZE, Kind, count, members, word, words
-from proa.units import Algorithm, DType, Numerics, Phase, Role, Rollback, SharedExperts, Verification
+from proa.units import Algorithm, DType, Numerics, Phase, Role, Rollback, SharedExperts, Switch, Verification
 
 
 class Scope(Enum):
@@ -170,6 +170,12 @@ FIELDS: tuple[Field, ...] = (
     _runner("shared_experts", members(*SharedExperts), "layout of the shared experts"),
     _runner("page_size", count(1, 65536), "rows per cache page"),
     _engine("kv_memory", "cache.memory_bytes", SIZE, "memory for the KV pages of both runners together"),
+    _engine(
+        "prefix_cache",
+        "cache.prefix_cache",
+        members(*Switch),
+        "on: what a prompt has in common with earlier ones is not computed again",
+    ),
     _engine("snapshots", "cache.snapshots", count(0, 65536), "states of linear attention kept for prefix reuse"),
     _engine(
         "max_model_len", "schedule.max_model_len", count(1, 2**31), "longest prompt and answer together, in tokens"

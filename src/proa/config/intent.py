@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from proa.choice import AUTO, Choice
-from proa.units import Algorithm, DType, Numerics, Rollback, SharedExperts, Verification
+from proa.units import Algorithm, DType, Numerics, Rollback, SharedExperts, Switch, Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,7 @@ class SpeculativeIntent:
 class CacheIntent:
     """`memory_bytes` is for the KV pages of both runners together; `snapshots` are states of each for prefix reuse."""
 
+    prefix_cache: Choice[Switch] = AUTO
     memory_bytes: Choice[int] = AUTO
     snapshots: Choice[int] = AUTO
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from proa.arch.wrappers import body_of
+from proa.cache.state_values import StateRoom
 from proa.checkpoint.types import Checkpoint
 from proa.config.intent import EngineConfig
 from proa.engine.costs import start_costs
@@ -31,6 +32,7 @@ from proa.plan.explain import explain_json
 from proa.plan.planned import Planned, Resolved
 from proa.plan.prepare import host_caps, prepare
 from proa.plan.ranks import refuse_more_ranks
+from proa.plan.runner_plan import MemoryPlan
 from proa.runner.describe import promised
 from proa.runner.runner import Runner
 from proa.sampling.sampler import logprobs
@@ -87,7 +89,10 @@ class Assembled:
         """By role: what was built, and what the plan promised."""
         planned = {"target": self.resolved.target, "draft": self.resolved.draft}
         return {
-            name: (runner.describe(), promised(one.plan, one.spec, one.parameters, runner.tables.pool.num_pages))
+            name: (
+                runner.describe(),
+                promised(one.plan, one.spec, one.parameters, runner.tables.pool.num_pages, runner.room),
+            )
             for name, runner in self.runners.items()
             if (one := planned[name]) is not None
         }
@@ -100,6 +105,7 @@ class Assembled:
             "speculative_decoding": dict(self.engine.stats.metrics()) if proposes else None,
             "draft_length": self.engine.lengths.metrics() if proposes else None,
             "speculative_health": self.engine.health(),
+            "prefix_cache": None if self.engine.reuse is None else self.engine.reuse.stats(),
         }
 
 
@@ -141,17 +147,28 @@ def build_runners(resolved: Resolved, progress: Progress, library: Path | None) 
     contract, memory = resolved.plans.contract, resolved.plans.memory
     for planned in resolved.runners:
         refuse_more_ranks(planned.plan)
-    target = build(resolved.target, progress, library, None)
-    runner = _runner(resolved.target, target, memory.target_pages.value, gives_hidden=target_gives_hidden(contract))
+    target = build(resolved.target, progress, library, None, resolved.plugins)
+    pages, room = memory.target_pages.value, _room(memory, "target")
+    runner = _runner(resolved.target, target, pages, room, gives_hidden=target_gives_hidden(contract))
     if resolved.draft is None:
         return runner, None
-    draft = build(resolved.draft, progress, library, target.model)
-    gives_hidden = draft_gives_hidden(contract)
-    return runner, _runner(resolved.draft, draft, memory.draft_pages.value, gives_hidden=gives_hidden)
+    draft = build(resolved.draft, progress, library, target.model, resolved.plugins)
+    pages, room = memory.draft_pages.value, _room(memory, "draft")
+    return runner, _runner(resolved.draft, draft, pages, room, gives_hidden=draft_gives_hidden(contract))
 
 
-def _runner(planned: Planned, built: BuiltModel, num_pages: int, *, gives_hidden: bool) -> Runner:
-    return Runner(planned.plan, planned.spec, built.model, built.ledger, num_pages, gives_hidden=gives_hidden)
+def _room(memory: MemoryPlan, runner: str) -> StateRoom | None:
+    """For the states of a runner's requests and for snapshots; None where it has no states."""
+    slots = memory.state_slots[runner].value + memory.snapshot_slots[runner].value
+    return StateRoom(slots=slots, kept_rows=memory.kept_rows[runner]) if slots else None
+
+
+def _runner(
+    planned: Planned, built: BuiltModel, num_pages: int, room: StateRoom | None, *, gives_hidden: bool
+) -> Runner:
+    return Runner(
+        planned.plan, planned.spec, built.model, built.ledger, num_pages, gives_hidden=gives_hidden, room=room
+    )
 
 
 def join(

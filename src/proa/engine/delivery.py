@@ -49,7 +49,7 @@ class Delivery:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        return self.request.sampling.params.prompt_logprobs is not None and not self.request.output
+        return self.request.wants_prompt_logprobs
 
     def push(self, token: int) -> bool:
         if self._next == len(self._answers):

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from proa.cache.tables import BlockTables
-from proa.cache.transaction import CacheTransaction
+from proa.cache.transaction import CacheTransaction, Participant
 from proa.engine.delivery import Delivery, StepOutput
-from proa.engine.request import Request
+from proa.engine.request import Request, Status
+from proa.engine.reuse import CachedRunner, PrefixReuse
 from proa.engine.rows import NOTHING, Drafted, StepRows
 from proa.engine.scheduler import Row, Scheduler, StepPlan
 from proa.plan.runner_plan import DraftContract, SchedulePlan
@@ -24,16 +24,17 @@ from proa.speculative.drift import AcceptWatch, SpeculativeHealth
 from proa.speculative.protocol import DraftContext, Drafter, DraftRequest, HiddenRows, Verdict
 from proa.speculative.stats import SpeculativeStats
 from proa.speculative.verify import Verifier
+from proa.units import Switch
 
 Logprobs = Callable[[torch.Tensor, int, int], TokenLogprobs]
 """(raw logits [V], token, how many of the best) -> its log probabilities."""
 
 
-class EngineRunner(Protocol):
+class EngineRunner(CachedRunner, Protocol):
     """All that the engine needs of a runner."""
 
     @property
-    def tables(self) -> BlockTables: ...
+    def participants(self) -> Sequence[Participant]: ...
 
     def forward(self, spans: Sequence[RowSpan]) -> ForwardOutput: ...
 
@@ -65,12 +66,15 @@ class Engine:
         self._logprobs = logprobs
         self._watch = watch
         self._needs_hidden = drafter is not None and drafter.needs_hidden
-        self._tables = [runner.tables] if draft is None else [runner.tables, draft.tables]
+        self._runners = [runner] if draft is None else [runner, draft]
         self._num_draft_tokens = 0
         if drafter is not None and contract is not None:
             self._num_draft_tokens = min(contract.num_draft_tokens.value, drafter.max_tokens)
         self.lengths = lengths or FixedLengths(self._num_draft_tokens)
-        self._scheduler = Scheduler(schedule, self._tables, self._num_draft_tokens)
+        self.reuse = None
+        if schedule.prefix_cache.value is Switch.ON:
+            self.reuse = PrefixReuse(self._runners, is_bound=self._needs_hidden)
+        self._scheduler = Scheduler(schedule, self._runners, self._num_draft_tokens, self.reuse)
         self._live: dict[int, Delivery] = {}
         self._drafting: set[int] = set()
         self._observed: set[int] = set()
@@ -117,7 +121,9 @@ class Engine:
         When it raises, caches and requests are as before; call it again, or abort the request that is to blame.
         """
         plan = self._scheduler.schedule()
-        self._release(plan.preempted)
+        self._release([self._live[request_id].request for request_id in plan.preempted])
+        if self.reuse is not None:
+            self.reuse.make_room(plan.pages)
         self._is_stepping = True
         try:
             if plan.decode or plan.prefill:
@@ -134,9 +140,9 @@ class Engine:
         size = Step(decoding=len(plan.decode), prefill=sum(chunk.stop - chunk.start for chunk in plan.prefill))
         context = self._draft_context(plan.decode, size)
         self._start_drafting(context)
-        with CacheTransaction(self._tables) as transaction:
+        with CacheTransaction([part for runner in self._runners for part in runner.participants]) as transaction:
             drafted = self._propose(context, size)
-            rows = StepRows(self._runner.tables)
+            rows = StepRows(self._runner)
             for row in plan.decode:
                 rows.add_row(self._live[row.request_id], drafted.get(row.request_id, NOTHING))
             for chunk in plan.prefill:
@@ -146,8 +152,13 @@ class Engine:
             verdict = self._verify(rows, output.logits)
             kept = {entry.request_id: entry.keep for entry in verdict.requests} | rows.kept_chunks
             transaction.commit(kept)
+        moved = [self._live[request_id].request for request_id in kept]
+        if self.reuse is not None:
+            self.reuse.collect(moved)
         hidden = output.hidden if self._needs_hidden else None
         self._record(verdict, drafted, [] if hidden is None else rows.hidden_rows(hidden, kept))
+        if self.reuse is not None:
+            self.reuse.keep_prompts([request for request in moved if request.status is Status.RUNNING])
 
     def _draft_context(self, rows: Sequence[Row], size: Step) -> DraftContext:
         """The requests for which a proposal is of use in this step. The others decode plainly."""
@@ -160,10 +171,17 @@ class Engine:
                     tokens=request.tokens(0, request.num_tokens),
                     sampling=request.sampling,
                     limit=limit,
+                    snapshots=self._draft_snapshots(request),
                 )
                 for request, limit in requests
             )
         )
+
+    def _draft_snapshots(self, request: Request) -> tuple[int, ...]:
+        if self.reuse is None or len(self._runners) == 1:
+            return ()
+        begun = self._runners[1].tables.length(request.request_id)
+        return self.reuse.snapshots(1, request.request_id, range(begun, len(request.prompt)))
 
     def _start_drafting(self, context: DraftContext) -> None:
         """Show a prompt to the drafter before its first proposal, not earlier: many requests never need one.
@@ -240,18 +258,26 @@ class Engine:
             self._drafter.commit(Verdict(requests=judged))
 
     def _finish(self, request_ids: Sequence[int]) -> None:
-        for request_id in request_ids:
-            self._scheduler.remove(self._live.pop(request_id).request)
+        requests = [self._live.pop(request_id).request for request_id in request_ids]
+        for request in requests:
+            self._scheduler.remove(request)
         self.lengths.release(request_ids)
-        self._release(request_ids)
+        self._release(requests)
 
-    def _release(self, request_ids: Sequence[int]) -> None:
-        """Give back everything these requests hold in both runners. Only their tokens stay."""
+    def _release(self, requests: Sequence[Request]) -> None:
+        """Give back everything these requests hold in both runners. Their tokens stay, and rows that others may use."""
+        for request in requests:
+            if self.reuse is not None:
+                self.reuse.keep(request)
+                self.reuse.forget(request.request_id)
+        request_ids = [request.request_id for request in requests]
         known = (self._drafting | self._observed).intersection(request_ids)
         self._drafting -= known
         self._observed -= known
         if self._drafter is not None and known:
             self._drafter.release(sorted(known))
-        for tables in self._tables:
+        for runner in self._runners:
             for request_id in request_ids:
-                tables.release(request_id)
+                runner.tables.release(request_id)
+                if runner.states is not None:
+                    runner.states.release(request_id)

@@ -51,7 +51,8 @@ class Request:
     """`prompt` and `sampling` are fixed; `output` grows by what the verifier emits and survives a preemption.
 
     A cache row holds what the model computed for one token, so `prompt + output` needs a row for all but its last token
-    before that one can be the anchor of a decode or verify step.
+    before that one can be the anchor of a decode or verify step. `num_cached_tokens` of its prompt had their rows when
+    it came, from others that began like it.
     """
 
     request_id: int
@@ -60,6 +61,7 @@ class Request:
     sink: Sink
     output: list[int] = field(default_factory=list[int])
     status: Status = Status.WAITING
+    num_cached_tokens: int = 0
 
     def become(self, status: Status) -> None:
         if status not in _NEXT[self.status]:
@@ -77,6 +79,11 @@ class Request:
         A fresh prompt's last row yields the first token. A resumed request has its next anchor already.
         """
         return len(self.prompt) + max(0, len(self.output) - 1)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They come with the first token."""
+        return self.sampling.params.prompt_logprobs is not None and not self.output
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Tokens [start, stop) of prompt + output."""

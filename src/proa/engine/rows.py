@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from proa.cache.tables import BlockTables
 from proa.engine.delivery import Delivery
+from proa.engine.reuse import CachedRunner
 from proa.engine.scheduler import Chunk
 from proa.runner.batch import RowSpan
 from proa.speculative.protocol import HiddenRows, Proposal
@@ -56,16 +56,16 @@ class _Placed:
 
 
 class StepRows:
-    """Reserves the rows in the target's tables as they are added, within the step's transaction."""
+    """Reserves the rows in the target's tables, and slots for their states, within the step's transaction."""
 
-    def __init__(self, tables: BlockTables) -> None:
+    def __init__(self, runner: CachedRunner) -> None:
         self.spans: list[RowSpan] = []
         self.scored: list[Scored] = []
         self.num_rows = 0
         self.num_logits = 0
         self.kept_chunks: dict[int, int] = {}
         self._placed: list[_Placed] = []
-        self._tables = tables
+        self._tables, self._states = runner.tables, runner.states
         self._verified: list[_Verified] = []
 
     def add_row(self, live: Delivery, drafted: Drafted) -> None:
@@ -76,7 +76,7 @@ class StepRows:
             raise RuntimeError(f"request {request.request_id} has {cached} rows cached of {request.num_tokens} tokens")
         self._verified.append(_Verified(live=live, drafted=drafted, first=self.num_logits))
         tokens = (request.output[-1], *drafted.tokens)
-        self._add(live, Phase.VERIFY if drafted.tokens else Phase.DECODE, tokens, num_logits=len(tokens))
+        self._add(live, _recurrent(len(tokens)), tokens, num_logits=len(tokens), is_revocable=bool(drafted.tokens))
 
     def add_chunk(self, live: Delivery, chunk: Chunk) -> None:
         """Rows of a prompt. The last one is an anchor: a proposal of no tokens, and the verdict is the first token."""
@@ -90,12 +90,25 @@ class StepRows:
         if is_end:
             self._verified.append(_Verified(live=live, drafted=NOTHING, first=self.num_logits + num_logits - 1))
         self.kept_chunks[chunk.request_id] = rows
-        self._add(live, Phase.PREFILL, request.tokens(chunk.start, chunk.stop), num_logits=num_logits)
+        phase = _recurrent(rows) if chunk.is_replay else Phase.PREFILL
+        tokens = request.tokens(chunk.start, chunk.stop)
+        self._add(live, phase, tokens, num_logits=num_logits, is_revocable=False, snapshots=chunk.snapshots)
 
-    def _add(self, live: Delivery, phase: Phase, tokens: tuple[int, ...], *, num_logits: int) -> None:
+    def _add(
+        self,
+        live: Delivery,
+        phase: Phase,
+        tokens: tuple[int, ...],
+        *,
+        num_logits: int,
+        is_revocable: bool,
+        snapshots: tuple[int, ...] = (),
+    ) -> None:
         """Rows after the committed ones; logits are those of the last `num_logits` rows."""
-        request_id = live.request.request_id
+        request_id, state = live.request.request_id, None
         self._tables.reserve(request_id, len(tokens))
+        if self._states is not None:
+            state = self._states.extend(request_id, len(tokens), is_revocable=is_revocable, snapshots=snapshots)
         start = self._tables.length(request_id)
         self._placed.append(_Placed(live=live, start=start, first=self.num_rows))
         self.num_rows += len(tokens)
@@ -107,6 +120,7 @@ class StepRows:
                 start=start,
                 pages=self._tables.pages(request_id),
                 logits=range(len(tokens) - num_logits, len(tokens)),
+                state=state,
             )
         )
 
@@ -149,3 +163,8 @@ class StepRows:
             for entry in self._placed
             if (request := entry.live.request).sampling.params.speculative
         ]
+
+
+def _recurrent(rows: int) -> Phase:
+    """The phase of rows that come one after the other, as generated ones do."""
+    return Phase.VERIFY if rows > 1 else Phase.DECODE

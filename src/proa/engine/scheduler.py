@@ -1,29 +1,37 @@
-"""Who runs in the next step, with how many rows. Integers only: owns no tensors, moves no pages. Torch-free.
+"""Who runs in the next step, with how many rows. Integers only: owns no tensors and no pages. Torch-free.
 
 Requests stand in arrival order, the running ones before the waiting ones, and that order decides everything: pages are
 taken from the latest arrival and prompt tokens go to the earliest, so the oldest request moves in every step and nobody
-starves. A request holds pages for its whole prompt from admission on; only decoding can run out of pages.
+starves. A request holds pages for its whole prompt and state slots for its longest step from admission on; only
+decoding can run out of pages.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from proa.cache.tables import BlockTables
 from proa.engine.request import Request, Status
+from proa.engine.reuse import CachedRunner, PrefixReuse
 from proa.errors import CacheExhausted, RequestError
 from proa.plan.runner_plan import SchedulePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Rows [start, stop) of a request's prompt, or of its earlier tokens after a preemption."""
+    """Rows [start, stop) of a request's prompt, or of its earlier tokens after a preemption.
+
+    `is_replay`: these are generated tokens of a model with states, and computed as such, one after the other.
+    `snapshots`: after how many rows of the request its state is to be kept.
+    """
 
     request_id: int
     start: int
     stop: int
+    is_replay: bool = False
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,55 +44,111 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step: `decode` rows, then `prefill` chunks. The pages of `preempted` requests are to be freed first."""
+    """One step: `decode` rows, then `prefill` chunks. Before it what `preempted` requests hold is to be given back, and
+    room made for so many free `pages` of each runner."""
 
     decode: tuple[Row, ...]
     prefill: tuple[Chunk, ...]
     preempted: tuple[int, ...]
+    pages: tuple[int, ...]
 
 
 class _Budget:
-    """Free pages of every runner, as they will be after the step being planned.
+    """Pages of every runner that nobody uses or has claimed, as they will be after the step being planned.
 
-    A draft runner counts as if it held as many rows of a request as the target: it never holds more.
+    A request claims pages before it gets them. A draft runner counts as if it held as many rows of a request as the
+    target: it never holds more.
     """
 
-    def __init__(self, runners: Sequence[BlockTables], held_rows: Iterable[int]) -> None:
+    def __init__(self, runners: Sequence[BlockTables], held_rows: Mapping[int, int]) -> None:
+        """`held_rows` by request id, of those that run and may lack pages."""
         self._runners = runners
-        held = list(held_rows)
-        self._free = [tables.pool.num_pages - sum(map(tables.pages_for, held)) for tables in runners]
+        self.claimed = [0] * len(runners)
+        self._free = [tables.pool.num_free + tables.pool.num_idle for tables in runners]
+        for request_id, rows in held_rows.items():
+            self._claim(self._missing(request_id, rows))
 
     def take(self, held: int, wanted: int, *, spare: int) -> bool:
         """Grow a request from `held` to `wanted` rows, if that leaves `spare` pages in every pool."""
         more = [tables.pages_for(wanted) - tables.pages_for(held) for tables in self._runners]
         if not any(more):  # 15 of 16 decode rows at a page size of 16
             return True
-        if any(pages > 0 and free - pages < spare for pages, free in zip(more, self._free, strict=True)):
+        if not self._leaves(more, spare):
             return False
-        self._change(more, -1)
+        self._claim(more)
         return True
 
-    def give_back(self, held: int) -> None:
-        self._change([tables.pages_for(held) for tables in self._runners], 1)
+    def admit(self, rows: int, found: Sequence[Sequence[int]], *, spare: int) -> bool:
+        """Take in a request of `rows` rows that begins with the pages `found`, which are there already, by runner."""
+        more = [tables.pages_for(rows) - len(pages) for tables, pages in zip(self._runners, found, strict=True)]
+        idle = [
+            sum(not tables.pool.users(page) for page in pages)
+            for tables, pages in zip(self._runners, found, strict=True)
+        ]
+        if not self._leaves([new + known for new, known in zip(more, idle, strict=True)], spare):
+            return False
+        self._claim(more)
+        self._free = [free - known for free, known in zip(self._free, idle, strict=True)]
+        return True
 
-    def _change(self, pages: Sequence[int], sign: int) -> None:
-        self._free = [free + sign * count for free, count in zip(self._free, pages, strict=True)]
+    def give_back(self, request_id: int, held: int) -> None:
+        """What it claims and what it alone uses."""
+        self._claim([-missing for missing in self._missing(request_id, held)])
+        for index, tables in enumerate(self._runners):
+            self._free[index] += sum(tables.pool.users(page) == 1 for page in tables.pages(request_id))
+
+    def _missing(self, request_id: int, rows: int) -> list[int]:
+        return [max(0, tables.pages_for(rows) - tables.num_pages(request_id)) for tables in self._runners]
+
+    def _leaves(self, pages: Sequence[int], spare: int) -> bool:
+        return all(count <= 0 or free - count >= spare for count, free in zip(pages, self._free, strict=True))
+
+    def _claim(self, pages: Sequence[int]) -> None:
+        self._free = [free - count for free, count in zip(self._free, pages, strict=True)]
+        self.claimed = [claimed + count for claimed, count in zip(self.claimed, pages, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slots:
+    """State slots of one runner: in all, and as many as one request may need at once."""
+
+    total: int
+    each: int
+
+    @classmethod
+    def of(cls, runner: CachedRunner, num_draft_tokens: int) -> _Slots:
+        if runner.states is None:
+            return cls(total=0, each=0)
+        tentative = runner.states.slots_for(1 + num_draft_tokens, is_revocable=num_draft_tokens > 0)
+        return cls(total=runner.states.pool.num_pages, each=1 + tentative)
 
 
 class Scheduler:
-    """Continuous batching over the block tables of the target and, with a draft runner, of the draft.
+    """Continuous batching over what the target and, with a draft runner, the draft have to give.
 
     `num_draft_tokens` is the longest proposal, 0 without a drafter. Committed lengths are read from the target's
-    tables, the first of `runners`, so a step that was rolled back is simply planned again.
+    tables, the first of `runners`, so a step that was rolled back is simply planned again. `reuse` None: every request
+    begins with nothing.
     """
 
-    def __init__(self, schedule: SchedulePlan, runners: Sequence[BlockTables], num_draft_tokens: int) -> None:
+    def __init__(
+        self,
+        schedule: SchedulePlan,
+        runners: Sequence[CachedRunner],
+        num_draft_tokens: int,
+        reuse: PrefixReuse | None,
+    ) -> None:
         self.max_num_seqs = schedule.max_num_seqs.value
         self.max_model_len = schedule.max_model_len.value
         self.prefill_chunk = schedule.prefill_chunk.value
         self.num_draft_tokens = num_draft_tokens
-        self._runners = tuple(runners)
-        self._lengths = runners[0]
+        self._alignment = schedule.prefill_alignment.value
+        self._is_recurrent = runners[0].states is not None
+        self._runners = tuple(runner.tables for runner in runners)
+        self._slots = tuple(_Slots.of(runner, num_draft_tokens) for runner in runners)
+        self._most_running = min([self.max_num_seqs, *(s.total // s.each for s in self._slots if s.each)])
+        self._lengths = self._runners[0]
+        self._reuse = reuse
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
 
@@ -99,7 +163,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue the request. RequestError or CacheExhausted when it could not run even alone."""
         self._check_length(request)
-        self._check_pages(request)
+        self._check_room(request)
         self._waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -112,16 +176,21 @@ class Scheduler:
 
         Drafts come last in the claim for pages: a proposal is shortened before anyone is preempted or kept waiting.
         """
-        budget = _Budget(self._runners, (self._held(request) for request in self._running))
         decoding = [request for request in self._running if self._can_decode(request)]
+        # A request that decodes has all its pages in the target, if not in a draft.
+        lacking = self._running if len(decoding) < len(self._running) or len(self._runners) > 1 else ()
+        budget = _Budget(self._runners, {request.request_id: self._held(request) for request in lacking})
         preempted = self._claim_anchors(decoding, budget)
         if not preempted:  # Pages of a preempted request are not free before the plan is carried out.
             self._admit(budget)
         decode = tuple(self._decode_row(one, budget) for one in decoding if one.status is Status.RUNNING)
+        if self._reuse is not None:
+            self._reuse.fit([slots.total - slots.each * len(self._running) for slots in self._slots])
         return StepPlan(
             decode=decode,
             prefill=tuple(self._chunks()) if len(decode) < len(self._running) else (),
             preempted=tuple(request.request_id for request in preempted),
+            pages=tuple(budget.claimed),
         )
 
     def _claim_anchors(self, decoding: Sequence[Request], budget: _Budget) -> list[Request]:
@@ -131,24 +200,28 @@ class Scheduler:
             held = self._held(request)
             while request.status is Status.RUNNING and not budget.take(held, held + 1, spare=0):
                 victim = self._running.pop()
-                budget.give_back(self._held(victim))
+                budget.give_back(victim.request_id, self._held(victim))
                 victim.become(Status.PREEMPTED)
                 self._waiting.appendleft(victim)
                 preempted.append(victim)
         return preempted
 
     def _admit(self, budget: _Budget) -> None:
-        """Start waiting requests while prompt tokens and pages are left, in order of arrival.
+        """Start waiting requests while prompt tokens, pages and state slots are left, in order of arrival.
 
         One page stays for each request that runs, or the next steps would preempt what is admitted here.
         """
         if not self._waiting:
             return
         tokens = self.prefill_chunk - sum(self._pending(request) for request in self._running)
-        while self._waiting and len(self._running) < self.max_num_seqs and tokens > 0:
+        while self._waiting and len(self._running) < self._most_running and tokens > 0:
             request = self._waiting[0]
-            if not budget.take(0, request.prefill_rows, spare=len(self._running)):
+            hit = None if self._reuse is None else self._reuse.find(request)
+            found = [[] if hit is None else hit.pages(index) for index in range(len(self._runners))]
+            if not budget.admit(request.prefill_rows, found, spare=len(self._running)):
                 return
+            if hit is not None and self._reuse is not None:
+                self._reuse.adopt(request, hit)
             self._running.append(self._waiting.popleft())
             request.become(Status.RUNNING)
             tokens -= self._pending(request)
@@ -156,11 +229,31 @@ class Scheduler:
     def _chunks(self) -> Iterable[Chunk]:
         tokens = self.prefill_chunk
         for request in self._running:
-            count = min(self._pending(request), tokens)
-            if count:
-                start = self._lengths.length(request.request_id)
-                yield Chunk(request_id=request.request_id, start=start, stop=start + count)
-                tokens -= count
+            start = self._lengths.length(request.request_id)
+            stop = self._chunk_stop(request, start, tokens)
+            if stop > start:
+                yield Chunk(
+                    request_id=request.request_id,
+                    start=start,
+                    stop=stop,
+                    is_replay=self._is_replay(request, start),
+                    snapshots=self._snapshots(request, range(start, stop)),
+                )
+                tokens -= stop - start
+
+    def _chunk_stop(self, request: Request, start: int, tokens: int) -> int:
+        """How far `tokens` tokens bring the request: to an aligned row, or to the end of what it lacks."""
+        if self._is_replay(request, start):  # few enough to share a forward with verified rows
+            return min(request.prefill_rows, start + min(tokens, self._alignment))
+        end = min(len(request.prompt), request.prefill_rows) if self._is_recurrent else request.prefill_rows
+        stop = min(end, start + tokens)
+        return stop if stop == end else stop // self._alignment * self._alignment
+
+    def _is_replay(self, request: Request, start: int) -> bool:
+        return self._is_recurrent and start >= len(request.prompt)
+
+    def _snapshots(self, request: Request, rows: range) -> tuple[int, ...]:
+        return () if self._reuse is None else self._reuse.snapshots(0, request.request_id, rows)
 
     def _decode_row(self, request: Request, budget: _Budget) -> Row:
         limit = 0
@@ -194,8 +287,9 @@ class Scheduler:
                 hint="shorten the prompt, or raise --max-model-len if the model was trained for more",
             )
 
-    def _check_pages(self, request: Request) -> None:
+    def _check_room(self, request: Request) -> None:
         """The last token emitted never gets a row."""
+        self._check_slots()
         rows = len(request.prompt) + request.max_output(self.max_model_len) - 1
         for tables in self._runners:
             needed = tables.pages_for(rows)
@@ -208,4 +302,13 @@ class Scheduler:
                         f"page size {tables.page_size} rows",
                     ),
                     hint="lower max_tokens or --max-model-len, or give the cache more memory (--kv-memory)",
+                )
+
+    def _check_slots(self) -> None:
+        for slots in self._slots:
+            if slots.each > slots.total:
+                raise CacheExhausted(
+                    "cache/request-too-large",
+                    f"the request needs {slots.each} state slots and the runner has {slots.total} in all.",
+                    hint="propose fewer tokens (--num-draft-tokens)",
                 )

@@ -216,7 +216,7 @@ class Session:
             total_seconds=ended - answer.started,
             num_prompt_tokens=len(answer.prompt_ids),
             num_output_tokens=num_tokens,
-            num_cached_tokens=0,
+            num_cached_tokens=answer.choices[0].request.num_cached_tokens,
             tokens_per_second=later / (ended - first) if later and ended > first else 0.0,
             speculative_decoding=dict(stats.metrics()) if proposes else None,
         )

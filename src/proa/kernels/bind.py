@@ -20,9 +20,9 @@ from proa.kernels.latent_seam import Absorbed, Chosen, IndexNorm, LatentKV, Late
 from proa.kernels.native.ops import NativeDense
 from proa.kernels.native.sink import Program, Recorder, Sink
 from proa.kernels.plugins import KernelPlugin
-from proa.kernels.reference.misc import ReferenceDense, scale_queries
 from proa.kernels.seam import (
     AttentionOps,
+    Codes,
     DenseOps,
     HeadNorm,
     Heads,
@@ -161,6 +161,10 @@ class KernelSet:
         self.calls["pack", self._dense.name] += 1
         return self._dense.pack_blocks(blocks, bias, format, dtype)
 
+    def pack_codes(self, weight: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> Packed:
+        self.calls["pack", self._dense.name] += 1
+        return self._dense.pack_codes(weight, bias, dtype)
+
     def matmul(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         self.calls["matmul", self._dense.name] += 1
         return self._dense.matmul(x, packed)
@@ -226,10 +230,8 @@ class KernelSet:
         return ops.attention(queries, kv, segment, window=window, scale=scale)
 
     def scale_queries(self, queries: torch.Tensor, positions: torch.Tensor, spec: QueryScale) -> torch.Tensor:
-        """Queries [T, H, d] times the factor of their position. Only the reference has this op, which no backend's
-        arrangement of weights or cache touches; so a model with it is not recorded."""
-        self.calls["scale_queries", ReferenceDense.name] += 1
-        return scale_queries(queries, positions, spec)
+        self.calls["scale_queries", self._dense.name] += 1
+        return self._dense.scale_queries(queries, positions, spec)
 
     def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
         self.calls["ffn", self._dense.name] += 1
@@ -321,6 +323,10 @@ class KernelSet:
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
         self.calls["pack_experts", self._moe.name] += 1
         return self._moe.pack_experts(gate_up, down)
+
+    def pack_expert_codes(self, gate_up: Codes, down: Codes, dtype: torch.dtype) -> PackedExperts:
+        self.calls["pack_experts", self._moe.name] += 1
+        return self._moe.pack_expert_codes(gate_up, down, dtype)
 
     def route(
         self,

@@ -24,6 +24,7 @@ from proa.kernels.kernel_info import (
     needs_vectors,
     passed_self_test,
     phase_op,
+    tested,
 )
 from proa.units import DType, Phase, Storage
 
@@ -39,9 +40,10 @@ BLOCK_FORMATS: Mapping[DType, Storage] = MappingProxyType(
         DType.Q6_K: Storage(256, 320),
     }
 )
+MAX_SCALE_COLUMNS = 128  # of block FP8, that native keeps on its stack (csrc/fp8.h: MAX_BLOCK)
 MAX_HEAD = 256  # elements of a head that native attention keeps on its stack
 MAX_RANK = 512  # elements of a latent row that native attention keeps on its stack
-NATIVE_MIXERS = frozenset({"gqa", "mla", "whole q/k norm", "interleaved rope", "no rope", "query scale"})
+NATIVE_MIXERS = frozenset({"gqa", "mla", "indexer", "whole q/k norm", "interleaved rope", "no rope", "query scale"})
 """What native attention covers, in the words of plan/shapes.py: mixer_words. Any other word of a model rules it out."""
 MAX_GROUPS = 64  # of experts, that native routing keeps on its stack
 
@@ -74,6 +76,9 @@ def _small_heads(facts: FactView) -> Blocked | None:
 def _small_latent(facts: FactView) -> Blocked | None:
     sizes = facts["spec.latent_sizes"]
     rank, odd = max(sizes.get("rank", (0,))), [n for n in sizes.get("nope_dim", ()) if n % 2]
+    index = max(sizes.get("index_dim", (0,)))
+    if index > MAX_HEAD:
+        return Blocked(f"native index keys have at most {MAX_HEAD} elements, not {index}", Source.CHECKPOINT)
     if rank > MAX_RANK:
         return Blocked(f"native latent rows have at most {MAX_RANK} elements, not {rank}", Source.CHECKPOINT)
     return (
@@ -158,14 +163,6 @@ def has_onednn_bf16(isa: Collection[str]) -> bool:
     return {"avx512bw", "avx512vl"} <= set(isa)
 
 
-def _tested(facts: FactView) -> Blocked | None:
-    if facts["caps.verdict.onednn"] is not None:
-        return None
-    return Blocked(
-        "no self-test on this host yet: `proa doctor --build` or the first `proa run` does it", Source.HARDWARE
-    )
-
-
 def _matmuls_only(op: str) -> Condition:
     def check(_: FactView) -> Blocked:
         what = "experts" if op == MOE else "attention"
@@ -182,7 +179,7 @@ def _onednn_conditions(op: str) -> tuple[Condition, ...]:
         needs_cpu(ONEDNN),
         condition(ONEDNN, "isa", ("caps.isa",), _needs_onednn_vectors),
         condition(ONEDNN, "dtype", ("plan.dtype", "caps.isa"), _onednn_in_this_type),
-        condition(ONEDNN, "tested", ("caps.verdict.onednn",), _tested),
+        tested(ONEDNN),
         passed_self_test(ONEDNN),
     )
 

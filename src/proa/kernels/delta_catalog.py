@@ -23,6 +23,7 @@ from proa.kernels.kernel_info import (
     needs_vectors,
     passed_self_test,
     phase_op,
+    tested,
 )
 from proa.units import DType, Phase
 
@@ -202,6 +203,7 @@ def _flashinfer(phase: Phase) -> Iterator[Condition]:
     if phase is Phase.PREFILL:
         yield condition(FLASHINFER, "chunk", ("caps.sm", "schedule.prefill_chunk"), _flashinfer_chunk)
     yield _not_exact(FLASHINFER, Blocks.ALWAYS)
+    yield tested(FLASHINFER)
     yield passed_self_test(FLASHINFER)
     yield from _chains(FLASHINFER, phase)
 
@@ -216,7 +218,7 @@ def _own(phase: Phase) -> Iterator[tuple[str, str, bool, tuple[Condition, ...]]]
     yield NATIVE, "a CPU with avx2 or avx512 and a C++ compiler", True, native
     sm = condition(TRITON, "sm", ("caps.sm",), _triton_sm)
     libraries, keys = _has_library(TRITON, "triton", "fla-core"), _sizes(TRITON, values=1, key=TRITON_KEY, taps=None)
-    triton = (needs_cuda(TRITON), libraries, sm, keys, _state(TRITON), _not_exact(TRITON, Blocks.AUTO))
+    triton = (needs_cuda(TRITON), libraries, sm, keys, _state(TRITON), _not_exact(TRITON, Blocks.AUTO), tested(TRITON))
     yield TRITON, "a CUDA device and fla-core", False, (*triton, passed_self_test(TRITON), *chains[TRITON])
     torch = (_state(TORCH), _not_exact(TORCH, Blocks.AUTO), passed_self_test(TORCH), *chains[TORCH])
     yield TORCH, "torch", False, torch

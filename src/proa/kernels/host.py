@@ -20,6 +20,7 @@ from proa.kernels import nvml
 # What a kernel of Proa may ask for; other flags of the CPU are noise in a report.
 ISA_FLAGS = (
     "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+    "avx512vbmi",
     "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve", "sve2",
 )  # fmt: skip
 CUDA_RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")  # as torch's wheels require them

@@ -94,6 +94,20 @@ def passed_self_test(backend: str, part: str = "") -> Condition:
     return condition(backend, name, (fact,), check)
 
 
+def tested(backend: str) -> Condition:
+    """For kernels of other packages: they run only after a self-test, which `passed_self_test` then judges."""
+    fact = f"caps.verdict.{backend}"
+
+    def check(facts: FactView) -> Blocked | None:
+        if facts[fact] is not None:
+            return None
+        return Blocked(
+            "no self-test on this host yet: `proa doctor --build` or the first `proa run` does it", Source.HARDWARE
+        )
+
+    return condition(backend, "tested", (fact,), check)
+
+
 def failure(backend: str, part: str = "") -> str:
     """The fact that says how a kernel's self-test failed; None of one that passed or is untested."""
     return f"caps.failed.{backend}{'.' if part else ''}{part}"

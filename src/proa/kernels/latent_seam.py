@@ -60,8 +60,8 @@ class IndexNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Rows that each query may attend to, by the segment: `visible` [B, Q, L] bool over the segment's View without a
-    window, already causal. One entry per segment of the batch, in order."""
+    """Rows that each query may attend to, one entry per segment of the batch, in order, as the backend that chose them
+    arranges them. The reference: `visible` [B, Q, L] bool over the segment's View without a window, already causal."""
 
     visible: tuple[torch.Tensor, ...]
 

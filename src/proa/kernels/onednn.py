@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from proa.arch.blocks import QueryScale
 from proa.errors import KernelUnavailable
 from proa.kernels.catalog import ONEDNN
 from proa.kernels.reference.misc import ReferenceDense
-from proa.kernels.seam import Packed, RopeRows
+from proa.kernels.seam import Codes, Packed, RopeRows
 from proa.units import DType
 
 
@@ -41,6 +42,10 @@ class OnednnDense:
 
     def pack_blocks(self, blocks: torch.Tensor, bias: torch.Tensor | None, format: DType, dtype: torch.dtype) -> Packed:
         plain = self._plain.pack_blocks(blocks, bias, format, dtype)
+        return self.pack(plain.weight, plain.bias)
+
+    def pack_codes(self, weight: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> Packed:
+        plain = self._plain.pack_codes(weight, bias, dtype)
         return self.pack(plain.weight, plain.bias)
 
     def matmul(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -76,6 +81,9 @@ class OnednnDense:
 
     def table(self, weight: torch.Tensor) -> Packed:
         return self._plain.table(weight)
+
+    def scale_queries(self, queries: torch.Tensor, positions: torch.Tensor, spec: QueryScale) -> torch.Tensor:
+        return self._plain.scale_queries(queries, positions, spec)
 
     def rotation(
         self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor, magnitude: float

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from proa.arch.blocks import QueryScale
 from proa.errors import KernelUnavailable
 from proa.kernels.caps import UNTESTED, DeviceCaps
 from proa.kernels.catalog import BLOCK_FORMATS, ONEDNN, has_onednn_bf16
@@ -23,6 +24,8 @@ from proa.kernels.native.build import build, library_path
 from proa.kernels.native.ops import NativeAttention, NativeDense
 from proa.kernels.native.sink import Direct
 from proa.kernels.onednn import OnednnDense
+from proa.kernels.probe_codes import fp8_results
+from proa.kernels.probe_delta import delta_results
 from proa.kernels.probe_experts import latent_results, moe_results, one_prompt
 from proa.kernels.reference.attention import ReferenceAttention
 from proa.kernels.reference.misc import ReferenceDense
@@ -120,7 +123,13 @@ def retest(caps: DeviceCaps, cache: Path) -> dict[str, str]:
 
 def self_test(library: Path, part: str) -> str:
     """`passed`, or `failed: ` and the first op of a part (of PARTS) that differs from the reference, by how much."""
-    results = {"": _results, ".moe": moe_results, ".latent": latent_results}[part]
+    results = {
+        "": _results,
+        ".moe": moe_results,
+        ".latent": latent_results,
+        ".delta": delta_results,
+        ".fp8": fp8_results,
+    }[part]
     return _judge((dtype, results(library, dtype)) for dtype in TOLERANCES)
 
 
@@ -184,6 +193,11 @@ def _results(library: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
     x = values(9, 48).to(dtype)
     made = [ops.ffn(x, ops.pack(gate_up, None), ops.pack(down, None)) for ops in (native, reference)]
     yield "ffn", made[0], made[1]
+    gate = values(9, 64).to(dtype)[:, 8:56]
+    yield "gate", native.gate(x, gate), reference.gate(x, gate)
+    heads, positions = values(3, 4, 16).to(dtype), torch.tensor([0, 9, 4000])
+    made = [ops.scale_queries(heads, positions, QueryScale(beta=0.1, original=8)) for ops in (native, reference)]
+    yield "scale_queries", made[0], made[1]
     yield from _attention_results(library, dtype, values)
     if loaded.proa_row_bytes(Form.Q8_0, 32):  # 0 where this processor's library has no quantised products
         yield from _block_results(native, dtype, random)

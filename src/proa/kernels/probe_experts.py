@@ -1,15 +1,16 @@
-"""Self-tests of routing, experts and latent attention: both backends' results on small random values, for probe.py."""
+"""Self-tests of experts, latent attention and its indexer: both backends' results on small values, for probe.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from ctypes import CDLL
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from proa.arch.blocks import GroupScore, RouterSpec, Score
-from proa.kernels.latent_seam import LatentKV, LatentShape
+from proa.arch.blocks import GroupScore, IndexerSpec, RopeKind, RopeSpec, RouterSpec, Score
+from proa.kernels.latent_seam import IndexNorm, LatentKV, LatentShape
 from proa.kernels.native.abi import load_library
 from proa.kernels.native.latent import NativeLatent
 from proa.kernels.native.moe import NativeMoE
@@ -89,6 +90,36 @@ def latent_results(library: Path, dtype: torch.dtype) -> Results:
         out = ops.latent_attention(queries, ops.absorb(up, shape), kv, segment, scale=0.2, visible=None)
         made.append((ops.query_norm(merged[:, :48], norm, 1e-6), queries, kv.latent, out))
     yield from zip(("query norm", "latent queries", "latent rows", "latent attention"), *made, strict=True)
+    yield from _sparse_results(values, loaded, dtype, rope, segment, slots)
+
+
+def _sparse_results(
+    values: Callable[..., torch.Tensor],
+    loaded: CDLL,
+    dtype: torch.dtype,
+    rope: RopeRows,
+    segment: Segment,
+    slots: torch.Tensor,
+) -> Results:
+    """Index keys, and attention over the five best rows of each, which are best by far, whatever is rounded: keys mix
+    two directions in steps of 1/72, and their norm leaves them alone; queries point along the first."""
+    shape, rows, made = LatentShape(heads=3, nope=16, rope=8, value=20, rank=48), segment.num_rows, []
+    turn = RopeSpec(kind=RopeKind.DEFAULT, base=1.0, dim=8, is_interleaved=True)
+    spec = IndexerSpec(num_heads=4, head_dim=24, top_k=5, rope=turn, norm_eps=1e-6, is_full=True)
+    along, across = torch.tensor([1.0, -1.0]).repeat(12), torch.tensor([1.0, 1.0, -1.0, -1.0]).repeat(6)
+    shares = ((torch.arange(rows) * 37 % 70 + 1) / 72)[:, None]
+    keys = (shares * along + (1 - shares.square()).sqrt() * across).to(dtype)
+    queries, weights = along.repeat(rows, 4).to(dtype), torch.ones(rows, 4, dtype=dtype)
+    still = RopeRows(cos=torch.ones_like(rope.cos), sin=torch.zeros_like(rope.sin), is_interleaved=True)
+    attending, up, latent = values(rows, 3, 24).to(dtype), (values(108, 48) / 7).to(dtype), values(128, 56).to(dtype)
+    for ops in (NativeLatent(loaded, Direct(loaded)), ReferenceLatent()):
+        norm = IndexNorm(weight=torch.ones(24), bias=torch.zeros(24))
+        turned, kv = (LatentKV(latent=latent, index=torch.zeros(128, 24, dtype=dtype), page_size=32) for _ in "tk")
+        ops.index(queries, keys, weights, norm, spec, rope, turned, (segment,), slots)
+        (visible,) = ops.index(queries, keys, weights, norm, spec, still, kv, (segment,), slots).visible
+        out = ops.latent_attention(attending, ops.absorb(up, shape), kv, segment, scale=0.2, visible=visible)
+        made.append((turned.index, out))
+    yield from zip(("index keys", "sparse attention"), *made, strict=True)
 
 
 def one_prompt(rows: int, pages: np.ndarray, slots: torch.Tensor) -> Segment:

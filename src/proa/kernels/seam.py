@@ -17,23 +17,36 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from proa.arch.blocks import RouterSpec
+from proa.arch.blocks import QueryScale, RouterSpec
 from proa.units import DType, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """Block FP8 as it is kept: `codes` [..., out, in] float8_e4m3 and `scales` [..., out / 16, in / columns] float32,
+    both rounded up. A value is its code times the scale of its 16 rows and `columns` columns."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """One linear map in the arrangement of the backend that made it. Only that backend may read `weight`."""
+    """One linear map in the arrangement of the backend that made it. Only that backend may read `weight`, and `scales`
+    where it keeps some beside it."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     in_features: int
     out_features: int
+    scales: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Of the weight; rows that fill the last panel (at most 15) are not counted."""
-        return self.weight.nbytes // len(self.weight) * self.out_features
+        beside = 0 if self.scales is None else self.scales.nbytes
+        return self.weight.nbytes // len(self.weight) * self.out_features + beside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +122,18 @@ class Routed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedExperts:
     """Gated MLPs of S slots in the arrangement of the backend that made them. Only that backend may read the tensors.
-    `width` is that of one expert."""
+    `width` is that of one expert; `scales` are those of `gate_up` and `down`, where it keeps some beside them."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
     slots: int
     width: int
     hidden: int
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.gate_up.nbytes + self.down.nbytes
+        return sum(tensor.nbytes for tensor in (self.gate_up, self.down, *(self.scales or ())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +188,10 @@ class DenseOps(Protocol):
         """As `pack`, for a weight in a stored block format: uint8 [out, bytes of a row]; activations are `dtype`."""
         ...
 
+    def pack_codes(self, weight: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> Packed:
+        """As `pack`, for a block-FP8 weight; activations are `dtype`, and stay it."""
+        ...
+
     def matmul(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """X [T, in] -> [T, out] in x's dtype."""
         ...
@@ -212,6 +230,10 @@ class DenseOps(Protocol):
         """X [T, N] * sigmoid(gate [T, N]), in float32 and rounded once; rows of `gate` may be a part of longer ones."""
         ...
 
+    def scale_queries(self, queries: torch.Tensor, positions: torch.Tensor, spec: QueryScale) -> torch.Tensor:
+        """Queries [T, H, d] times the factor of their position (arch/blocks.py: QueryScale), in their dtype."""
+        ...
+
     def rotation(
         self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor, magnitude: float
     ) -> RopeRows:
@@ -234,6 +256,10 @@ class MoEOps(Protocol):
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
         """Arrange `gate_up` [S, 2W, D] and `down` [S, D, W], once, at load. May free the given tensors' memory slot by
         slot, so that there is no second copy of all experts."""
+        ...
+
+    def pack_expert_codes(self, gate_up: Codes, down: Codes, dtype: torch.dtype) -> PackedExperts:
+        """As `pack_experts`, for block-FP8 experts; activations are `dtype`, and stay it."""
         ...
 
     def route(

@@ -22,7 +22,9 @@ from proa.kernels.native.build import library_path
 PASSED = "passed"
 FAILED = "failed: "
 # Ops of the native library that are judged by themselves: a fault in one leaves the others in use.
-PARTS: Mapping[str, str] = MappingProxyType({NATIVE: "", f"{NATIVE}.moe": ".moe", f"{NATIVE}.latent": ".latent"})
+PARTS: Mapping[str, str] = MappingProxyType(
+    {NATIVE: ""} | {f"{NATIVE}.{part}": f".{part}" for part in ("moe", "latent", "delta", "fp8")}
+)
 NO_FILE = "-"  # stands for the digest where nothing was compiled
 
 

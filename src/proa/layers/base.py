@@ -55,7 +55,7 @@ def state_dtype(plan: RunnerPlan) -> DType:
     """That of the delta states. TypeError where the plan knows no linear attention."""
     dtype = plan.state_dtype.value
     if dtype is None:
-        raise TypeError(f"the {plan.role.value} plan of {plan.family} has no linear attention, hence no state_dtype")
+        raise TypeError(f"the plan of {plan.family} has no linear attention, hence no state_dtype")
     return dtype
 
 
@@ -113,6 +113,19 @@ class BuildContext:
         """The block format that a parameter is kept in, None where it is plain."""
         dtype = self.table[self._full(name)].dtype
         return dtype if dtype is not None and dtype.is_block else None
+
+    def scales(self, name: str) -> nn.Parameter | None:
+        """The unfilled scales of a parameter that is kept as block FP8, None of others. By loading's rule their name is
+        the parameter's with `_scale` at its end."""
+        info = self.table[self._full(name)]
+        if info.scale_shape is None:
+            return None
+        data = torch.empty(info.scale_shape, dtype=torch.float32, device=self.plan.device.value)
+        return nn.Parameter(data, requires_grad=False)
+
+    def scale_columns(self, name: str) -> int:
+        """Columns per scale of such a parameter, 0 of others."""
+        return self.table[self._full(name)].scale_columns or 0
 
     def optional(self, name: str) -> nn.Parameter | None:
         """As `parameter`, None where the table has no such name (a bias that the model lacks)."""

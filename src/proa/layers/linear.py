@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from proa.kernels.bind import KernelSet
-from proa.kernels.seam import Packed
+from proa.kernels.seam import Codes, Packed
 from proa.layers.base import BuildContext, Layer
 from proa.units import DType
 
@@ -21,12 +21,17 @@ class Linear(Layer):
     def __init__(self, ctx: BuildContext) -> None:
         super().__init__()
         self.weight = ctx.parameter("weight")
+        self.weight_scale = ctx.scales("weight")
         self.bias = ctx.optional("bias")
-        self._blocks, self._dtype = ctx.blocks("weight"), ctx.dtype
+        self._blocks, self._columns, self._dtype = ctx.blocks("weight"), ctx.scale_columns("weight"), ctx.dtype
         self._kernels = ctx.kernels
 
     def finish(self, kernels: KernelSet) -> None:
-        self.packed = packed(kernels, self.weight, self.bias, self._blocks, self._dtype)
+        if self.weight_scale is None:
+            self.packed = packed(kernels, self.weight, self.bias, self._blocks, self._dtype)
+        else:
+            codes = Codes(codes=self.weight, scales=self.weight_scale, columns=self._columns)
+            self.packed = kernels.pack_codes(codes, self.bias, self._dtype)
         self.weight = given_up(self.weight, self.packed)
 
     def held(self) -> Iterable[tuple[torch.Tensor, int]]:

@@ -23,7 +23,7 @@ class LatentUp(Layer):
 
     def __init__(self, ctx: BuildContext, shape: LatentShape) -> None:
         super().__init__()
-        if ctx.blocks("weight") is not None:
+        if ctx.blocks("weight") is not None or ctx.scale_columns("weight"):
             raise ValueError(f"{ctx.prefix} is used head by head, which its stored block format does not allow")
         self.weight = ctx.parameter("weight")
         self._shape = shape

@@ -10,7 +10,7 @@ import torch
 from proa.arch.blocks import MoESpec, RouterSpec
 from proa.arch.layout import MoELayout, ScaleOn, SharedWeight
 from proa.kernels.bind import KernelSet
-from proa.kernels.seam import PackedExperts, PackedRouter
+from proa.kernels.seam import Codes, PackedExperts, PackedRouter
 from proa.layers.base import BuildContext, Layer, Weight
 from proa.layers.ffn import FFN
 from proa.layers.linear import kept
@@ -45,11 +45,17 @@ class Experts(Layer):
 
     def __init__(self, ctx: BuildContext) -> None:
         super().__init__()
-        self.gate_up = ctx.parameter("gate_up")
-        self.down = ctx.parameter("down")
+        self.gate_up, self.gate_up_scale = ctx.parameter("gate_up"), ctx.scales("gate_up")
+        self.down, self.down_scale = ctx.parameter("down"), ctx.scales("down")
+        self._columns, self._dtype = ctx.scale_columns("down"), ctx.dtype
 
     def finish(self, kernels: KernelSet) -> None:
-        self.packed = kernels.pack_experts(self.gate_up, self.down)
+        if self.gate_up_scale is None or self.down_scale is None:
+            self.packed = kernels.pack_experts(self.gate_up, self.down)
+        else:
+            gate_up = Codes(codes=self.gate_up, scales=self.gate_up_scale, columns=self._columns)
+            down = Codes(codes=self.down, scales=self.down_scale, columns=self._columns)
+            self.packed = kernels.pack_expert_codes(gate_up, down, self._dtype)
         self.gate_up, self.down = kept(self.gate_up, self.packed.gate_up), kept(self.down, self.packed.down)
 
     def held(self) -> Iterable[tuple[torch.Tensor, int]]:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from proa.arch.layout import ROWS_PER_SCALE
 from proa.arch.weights import Borrowed, Fill, Tied
 from proa.layers.base import torch_dtype
-from proa.loading.files import Chunks, MappedFile, Reader, group_reader, num_rows
+from proa.loading.files import Chunks, MappedFile, Reader, group_reader, group_scales, num_rows
 from proa.loading.groups import Group
 from proa.loading.ledger import Entry, LoadLedger
 from proa.loading.progress import Advance, Progress
@@ -32,6 +33,7 @@ def load_weights(parameters: Mapping[str, torch.Tensor], ledger: LoadLedger, pro
         for group, chunks in _read(groups, ledger, advance):
             targets = [_Target(fill, parameters[fill.parameter]) for fill in group.place.fills]
             _copy(chunks, targets)
+            _copy_scales(group, parameters, ledger)
             ledger.fill(group.place.group)
         for entry in copies:
             ledger.compare(entry.info.name, _compare(entry, parameters, ledger))
@@ -66,6 +68,29 @@ def _copy(chunks: Chunks, targets: Iterable[_Target]) -> None:
                 target.take(row, values)
 
 
+def _copy_scales(group: Group, parameters: Mapping[str, torch.Tensor], ledger: LoadLedger) -> None:
+    """Beside codes that were kept: the scale of each ROWS_PER_SCALE rows. A part begins where a block does."""
+    kept = [fill for fill in group.place.fills if f"{fill.parameter}_scale" in parameters]
+    if not kept or ledger.fp8_block is None:
+        return
+    high, wide = ledger.fp8_block
+    stored = group_scales(group)
+    for fill in kept:
+        scales = parameters[f"{fill.parameter}_scale"]
+        whole = scales.view(-1, scales.shape[-1])
+        first, last = fill.rows or (0, num_rows(tuple(parameters[fill.parameter].shape)))
+        start, column = _origin(fill)
+        panels = torch.arange(-(-(last - first) // ROWS_PER_SCALE))
+        taken = stored[(start + panels * ROWS_PER_SCALE) // high, column // wide : column // wide + whole.shape[1]]
+        whole[first // ROWS_PER_SCALE :][: len(panels)].copy_(taken)
+
+
+def _origin(fill: Fill) -> tuple[int, int]:
+    """Row and column of the stored tensor from which `fill` takes its part."""
+    rows, columns = (None, None) if fill.part is None else (fill.part.rows, fill.part.columns)
+    return (rows or (0,))[0], (columns or (0,))[0]
+
+
 def _compare(entry: Entry, parameters: Mapping[str, torch.Tensor], ledger: LoadLedger) -> int | None:
     """The first row in which a stored copy is not equal to what it is a copy of, in the type that is computed with.
 
@@ -94,7 +119,7 @@ def _first_difference(chunks: Chunks, rows: Callable[[int, int], torch.Tensor], 
 
 
 def _read(groups: Iterable[Group], ledger: LoadLedger, advance: Advance) -> Iterator[tuple[Group, Chunks]]:
-    """Each weight with its chunks, in file order. Parameters in the ledger's `blocks` get the stored bytes."""
+    """Each weight with its chunks, in file order. Parameters in the ledger's `blocks` get the stored bytes or codes."""
     by_file: dict[Path, list[Group]] = {}
     for group in sorted(groups, key=lambda group: group.values.offset):
         by_file.setdefault(group.values.file, []).append(group)

@@ -105,16 +105,23 @@ class Reader:
 def group_reader(group: Group, file: MappedFile, block: tuple[int, int] | None, *, is_raw: bool) -> Reader:
     """The values of a source group. `file` is that of its elements; its scales, far smaller, are read now.
 
-    `block`: how many rows and columns a scale of this checkpoint's block FP8 covers.
+    `block`: how many rows and columns a scale of this checkpoint's block FP8 covers. `is_raw`: a block format's bytes,
+    or the codes of block FP8.
     """
     match group.form:
         case Form.PLAIN:
             return Reader(group.values, file, is_raw=is_raw, scale=None, block=(1, 1))
+        case Form.FP8_BLOCK if is_raw:
+            return Reader(group.values, file, is_raw=False, scale=None, block=(1, 1))
         case Form.FP8_BLOCK if block is not None:
-            scale = _whole(group.members["weight_scale_inv"])
-            return Reader(group.values, file, is_raw=False, scale=scale, block=block)
+            return Reader(group.values, file, is_raw=False, scale=group_scales(group), block=block)
         case _:
             raise RuntimeError(f"{group.place.group}: {group.form.value} cannot be read")
+
+
+def group_scales(group: Group) -> torch.Tensor:
+    """The scales of a block-FP8 group, as stored."""
+    return _whole(group.members["weight_scale_inv"])
 
 
 def num_rows(shape: tuple[int, ...]) -> int:

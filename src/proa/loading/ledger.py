@@ -68,22 +68,26 @@ class LoadLedger:
         self._names = planned.names
         self._checkpoint = planned.checkpoint
         self._quant = planned.quant
-        self._borrows = planned.spec.borrows
+        self._borrows, self._lender = planned.spec.borrows, planned.lender
         self.role = planned.plan.role.value
         self.checkpoint: Path = planned.checkpoint.path
         self._parameters = dict(planned.parameters)
         self._expected = planned.names.expected()
         self.entries: dict[str, Entry] = {}
+        self._unplaced: list[Entry] = []
         self.elsewhere: set[str] = set()
         members: dict[str, dict[str, TensorInfo]] = {}
         for info in planned.checkpoint.tensors.values():
             claim = planned.names.claim(info.name)
-            if isinstance(claim, Elsewhere):
-                self.elsewhere.add(info.name)
-                continue
-            self.entries[info.name] = Entry(info=info, claim=claim, state=_state(claim))
             if isinstance(claim, Place):
+                state = TensorState.FUSED if claim.is_shared_slot else TensorState.PLACED
+                self.entries[info.name] = Entry(info, claim, state)
                 members.setdefault(claim.group, {})[claim.member] = info
+            elif isinstance(claim, Elsewhere):
+                self.elsewhere.add(info.name)
+            else:
+                entry = self.entries[info.name] = Entry(info, claim, _state(claim))
+                self._unplaced.append(entry)
         self.groups = {name: Group(place=self._expected[name], members=found) for name, found in members.items()}
         self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._parameters}
         self._compared: set[str] = set()
@@ -129,15 +133,14 @@ class LoadLedger:
     def _wrong_entries(self) -> Iterator[Finding]:
         plain = list(self._plain())
         types = PlainTypes(plain, self._checkpoint.form)
-        for name, entry in self.entries.items():
-            claim = entry.claim
+        for info, claim, _ in self._unplaced:
             match claim:
                 case Unknown():
-                    what = describe_tensor(entry.info)
-                    yield Finding(wrong=Wrong.UNCLAIMED, name=name, what=what, near=claim.nearest)
-                case Tied() | Borrowed() if claim.shape is not None and entry.info.shape != claim.shape:
-                    what = f"{describe_tensor(entry.info)}, expected {list(claim.shape)}"
-                    yield Finding(wrong=Wrong.SHAPE, name=name, what=what)
+                    what = describe_tensor(info)
+                    yield Finding(wrong=Wrong.UNCLAIMED, name=info.name, what=what, near=claim.nearest)
+                case Tied() | Borrowed() if claim.shape is not None and info.shape != claim.shape:
+                    what = f"{describe_tensor(info)}, expected {list(claim.shape)}"
+                    yield Finding(wrong=Wrong.SHAPE, name=info.name, what=what)
                 case _:
                     pass
         for template, info in plain:
@@ -150,9 +153,9 @@ class LoadLedger:
         for group in self.groups.values():
             if group.form is Form.PLAIN and WEIGHT in group.members:
                 yield group.place.template, group.members[WEIGHT]
-        for entry in self.entries.values():
-            if isinstance(entry.claim, Tied | Borrowed):
-                yield entry.claim.template, entry.info
+        for info, claim, _ in self._unplaced:
+            if isinstance(claim, Tied | Borrowed):
+                yield claim.template, info
 
     def _wrong_groups(self) -> Iterator[Finding]:
         fit: set[tuple[Any, ...]] = set()  # what a group looks like in which nothing is wrong: few of many are unlike
@@ -166,9 +169,8 @@ class LoadLedger:
 
     def _missing(self) -> Iterator[Finding]:
         siblings: dict[str, list[str]] = {}
-        for name, entry in self.entries.items():
-            if entry.state is TensorState.UNEXPECTED:
-                siblings.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(name)
+        for name in self._unexpected():
+            siblings.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(name)
         for name, place in self._expected.items():
             if name not in self.groups:
                 what = f"{list(place.shape or ())}, fills {' and '.join(map(_described, place.fills))}"
@@ -176,12 +178,13 @@ class LoadLedger:
 
     def lent(self, name: str) -> Group:
         """The target's stored weight that the borrowed copy `name` must be equal to. Raises WeightError naming both."""
-        claim, others = self.entries[name].claim, self._names.others
-        if not isinstance(claim, Borrowed) or others is None:
-            raise RuntimeError(f"{name} is no copy of a weight of the runner beside this one")
-        sources = {fills[0].parameter: place for place in others.expected().values() if len(fills := place.fills) == 1}
+        claim, lender = self.entries[name].claim, self._lender
+        if not isinstance(claim, Borrowed) or lender is None:
+            raise RuntimeError(f"{name} is no copy of a weight of a target")
+        places = lender.names.expected().values()
+        sources = {fills[0].parameter: place for place in places if len(fills := place.fills) == 1}
         place = sources.get(claim.parameter) or sources["embed.weight"]  # a tied head has no weight of its own
-        group = gather(place, self._checkpoint.tensors)
+        group = gather(place, lender.checkpoint.tensors)
         if group is None:
             raise self._borrowed_differs(name, place.group, "which is not there")
         return group
@@ -233,8 +236,8 @@ class LoadLedger:
         wrong = [f"{name}: {state}" for name in self._parameters if (state := self.parameter_state(name)) != "filled"]
         wrong += [
             f"{name}: never compared with {entry.claim.parameter}"
-            for name, entry in self.entries.items()
-            if isinstance(entry.claim, Tied | Borrowed) and name not in self._compared
+            for entry in self._unplaced
+            if isinstance(entry.claim, Tied | Borrowed) and (name := entry.info.name) not in self._compared
         ]
         if wrong:
             raise WeightError("weights/ledger", "loading left the ledger open.", role=self.role, facts=wrong)
@@ -265,11 +268,24 @@ class LoadLedger:
                 "total": len(parameters),
                 **{key: counts[key] for key in ("filled", "tied", "borrowed", "computed", "missing", "twice")},
             },
-            "unexpected": [name for name, entry in self.entries.items() if entry.state is TensorState.UNEXPECTED],
+            "unexpected": self._unexpected(),
             "missing": [name for name, state in parameters.items() if state == "missing"],
             "left_out": self._left_out(),
             "groups": self._groups(),
         }
+
+    def accounts_for(self, name: str) -> bool:
+        """Whether the stored tensor is in this account, and has a place in it."""
+        entry = self.entries.get(name)
+        return entry is not None and entry.state is not TensorState.UNEXPECTED
+
+    def not_accounted_for(self) -> Iterator[str]:
+        """Stored tensors that have no place here, or are left to the other runner."""
+        yield from self._unexpected()
+        yield from self.elsewhere
+
+    def _unexpected(self) -> list[str]:
+        return [entry.info.name for entry in self._unplaced if entry.state is TensorState.UNEXPECTED]
 
     def tensor_counts(self) -> dict[str, int]:
         """Stored tensors by state, `total` first."""
@@ -283,7 +299,7 @@ class LoadLedger:
         return states | {f"{borrow.value}.weight": "borrowed" for borrow in self._borrows}
 
     def _left_out(self) -> list[dict[str, Any]]:
-        claims = [entry.claim for entry in self.entries.values()]
+        claims = [entry.claim for entry in self._unplaced]
         counts = Counter((claim.template, claim.reason) for claim in claims if isinstance(claim, LeftOut))
         return [{"pattern": template, "count": count, "reason": why} for (template, why), count in counts.items()]
 
@@ -309,13 +325,15 @@ class LoadLedger:
 def unclaimed(ledgers: Iterable[LoadLedger]) -> list[str]:
     """Tensors that none of the ledgers over their checkpoint accounts for: the union must cover every file, also where
     target and draft share one."""
-    known: dict[Path, set[str]] = {}
-    unknown: dict[Path, set[str]] = {}
+    sharing: dict[Path, list[LoadLedger]] = {}
     for ledger in ledgers:
-        wrong = {name for name, entry in ledger.entries.items() if entry.state is TensorState.UNEXPECTED}
-        known.setdefault(ledger.checkpoint, set()).update(ledger.entries.keys() - wrong)
-        unknown.setdefault(ledger.checkpoint, set()).update(wrong, ledger.elsewhere)
-    return sorted(name for path, names in unknown.items() for name in names - known[path])
+        sharing.setdefault(ledger.checkpoint, []).append(ledger)
+    return sorted(
+        name
+        for group in sharing.values()
+        for name in {name for ledger in group for name in ledger.not_accounted_for()}
+        if not any(ledger.accounts_for(name) for ledger in group)
+    )
 
 
 def ledger_document(ledgers: Mapping[str, LoadLedger], checkpoints: Iterable[Checkpoint]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def engine_decisions(plans: PlanSet) -> dict[str, Decision[Any]]:
     limits, pages = plans.schedule, plans.memory
     shared = (
         *(limits.max_num_seqs, limits.max_model_len, limits.prefill_chunk, limits.prefill_alignment),
+        limits.prefix_cache,
         *(pages.target_pages, pages.draft_pages, *pages.state_slots.values(), *pages.snapshot_slots.values()),
         plans.host.threads,
     )

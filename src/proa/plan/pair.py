@@ -92,7 +92,10 @@ def _same(what: str, fact: str) -> Condition:
 
 
 def _follows_last_layer(facts: FactView) -> Blocked | None:
-    target, layers = facts["target.num_layers"], facts["draft.layers"]
+    target, layers, own = facts["target.num_layers"], facts["draft.layers"], facts["draft.num_layers"]
+    if layers == [0]:  # numbered by itself, under names of its own: the model beside it must be like the target
+        why = f"the target has {target} layers, the draft was made for a model of {own}"
+        return None if own == target else Blocked(why, Source.CHECKPOINT)
     if layers == [target]:
         return None
     said = ", ".join(map(str, layers))
@@ -111,7 +114,7 @@ def _taps_fit(facts: FactView) -> Blocked | None:
 BUNDLED = (
     _same("embedding rows", "vocab"),
     _same("hidden size", "hidden"),
-    _condition("layers", ("target.num_layers", "draft.layers"), Blocks.ALWAYS, _follows_last_layer),
+    _condition("layers", ("target.num_layers", "draft.layers", "draft.num_layers"), Blocks.ALWAYS, _follows_last_layer),
     _condition("taps", ("target.hidden", "draft.taps"), Blocks.ALWAYS, _taps_fit),
     _condition("context", ("schedule.max_model_len", "draft.max_positions"), Blocks.AUTO, _reaches_as_far),
 )
@@ -172,7 +175,8 @@ def standalone_contract(
     )
 
 
-def bundled_facts(peer: TargetFacts, draft: DraftSpec, max_model_len: int) -> dict[str, Any]:
+def bundled_facts(peer: TargetFacts, draft: DraftSpec, own: DecoderSpec, max_model_len: int) -> dict[str, Any]:
+    """`own` is the model in the draft's checkpoint: the target, or one that must be like it."""
     decoder = draft.decoder
     return {
         "target.vocab": peer.vocab,
@@ -180,6 +184,7 @@ def bundled_facts(peer: TargetFacts, draft: DraftSpec, max_model_len: int) -> di
         "target.num_layers": peer.num_layers,
         "draft.vocab": decoder.vocab,
         "draft.hidden": decoder.hidden,
+        "draft.num_layers": len(own.layers),
         "draft.layers": [layer.index for layer in decoder.layers],
         "draft.taps": [tap.width for tap in draft.taps],
         "draft.max_positions": decoder.max_positions,
@@ -189,13 +194,14 @@ def bundled_facts(peer: TargetFacts, draft: DraftSpec, max_model_len: int) -> di
 
 def bundled_contract(
     draft: DraftSpec,
+    own: DecoderSpec,
     peer: TargetFacts,
     max_model_len: int,
     length: Decision[int],
     verification: Decision[Verification],
 ) -> DraftContract:
     """The contract of a draft layer beside its target. The head is the target's, so all its logits are meaningful."""
-    facts = bundled_facts(peer, draft, max_model_len)
+    facts = bundled_facts(peer, draft, own, max_model_len)
     return DraftContract(
         algorithm=draft.algorithm,
         num_draft_tokens=length,

@@ -18,10 +18,19 @@ from proa.plan.runner_plan import PlanSet, RunnerPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lender:
+    """Of the target that a draft borrows modules of: where its weights are stored. It may be another checkpoint."""
+
+    checkpoint: Checkpoint
+    names: NameMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """`names` answers for every stored tensor name what becomes of it, `--allow-unexpected` included; `parameters` is
     the table that `names` was proved to fill exactly once (shapes; dtype None = `plan.dtype.value`). `weights` gives
-    this runner's own rules for any layout; `quant` is what its config says of quantised weights."""
+    this runner's own rules for any layout; `quant` is what its config says of quantised weights. `lender` is there for
+    a bundled draft only."""
 
     checkpoint: Checkpoint
     family: Family
@@ -31,6 +40,7 @@ class Planned:
     quant: QuantSpec | None
     names: NameMap
     parameters: Mapping[str, ParameterInfo]
+    lender: Lender | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

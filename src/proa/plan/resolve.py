@@ -23,7 +23,7 @@ from proa.plan import drafts, pair
 from proa.plan.context import CapsFacts, RunnerContext, TargetFacts, target_facts
 from proa.plan.decision import Decision
 from proa.plan.digest import digest_of, plain, stable
-from proa.plan.planned import Planned, Resolved
+from proa.plan.planned import Lender, Planned, Resolved
 from proa.plan.rules import host, schedule, speculative
 from proa.plan.rules.memory import memory, memory_facts
 from proa.plan.runner import decide, planned, runner_size
@@ -190,10 +190,13 @@ def _planned(intent: EngineConfig, main: _Runner, second: _Runner | None) -> tup
         if bundled is not None:
             rules += _own_layers(second.source)
         draft = second.source.names(rules)
-    return (
+    first, other = (
         planned(main.context, main.plan, target, allowed),
         planned(second.context, second.plan, draft, allowed),
     )
+    if bundled is not None:
+        other = replace(other, lender=Lender(checkpoint=first.checkpoint, names=first.names))
+    return first, other
 
 
 def _own_layers(source: _Source) -> list[WeightRule]:
@@ -254,11 +257,17 @@ def _limits(
     facts = memory_facts(caps, target.plan.device.value)
     seqs, pages = memory(intent.cache, sizes, seqs, length.value, facts)
     capacity = pages.target_pages.value * target.plan.page_size.value
+    reuse = {
+        "target.numerics": target.plan.numerics.value,
+        "target.linear_layers": len(target.spec.delta_layers),
+        "asked.snapshots": intent.cache.snapshots.value,
+    }
     limits = SchedulePlan(
         max_num_seqs=seqs,
         max_model_len=schedule.within_pages(length, capacity, pages.target_pages),
         prefill_chunk=schedule.prefill_chunk(ask.prefill_chunk, alignment.value),
         prefill_alignment=alignment,
+        prefix_cache=schedule.prefix_cache(intent.cache.prefix_cache, reuse),
     )
     return limits, pages
 
@@ -276,6 +285,7 @@ def _contract(
     target, draft = runners
     peer, reach = target_facts(target.spec), limits.max_model_len.value
     if second.context.draft is not None:
-        return pair.bundled_contract(second.context.draft, peer, reach, length, verification)
+        own = second.source.reading.spec
+        return pair.bundled_contract(second.context.draft, own, peer, reach, length, verification)
     facts = pair.pair_facts(peer, target.checkpoint, draft.checkpoint, draft.spec, reach)
     return pair.standalone_contract(facts, length, verification)

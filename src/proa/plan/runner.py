@@ -12,17 +12,16 @@ from proa.arch.layout import WeightLayout
 from proa.arch.parameters import decoder_parameters
 from proa.arch.weights import NameMap, Place, Unknown
 from proa.errors import WeightError
-from proa.kernels.catalog import BLOCK_FORMATS
 from proa.plan.context import RunnerContext, runner_facts
 from proa.plan.digest import digest_of, plain, stable
 from proa.plan.footprint import kept_bytes, state_bytes, weights_bytes
+from proa.plan.kept import kept_forms
 from proa.plan.planned import Planned
 from proa.plan.rules import host, kernels, layout, linear_attention, moe, quant
 from proa.plan.rules.memory import RunnerSize
 from proa.plan.rules.states import StateSize
 from proa.plan.runner_plan import RunnerPlan
-from proa.plan.stored import plain_layout
-from proa.units import DType, Role
+from proa.units import Role
 
 
 def decide(ctx: RunnerContext) -> RunnerPlan:
@@ -39,11 +38,14 @@ def decide(ctx: RunnerContext) -> RunnerPlan:
     decided |= {"plan.head": head.value, "plan.state_dtype": plain(states.value)}
     attention, matmul, experts = kernels.attention(ctx, facts), kernels.matmul(ctx, facts), kernels.moe(ctx, facts)
     linear = linear_attention.linear_attention(ctx, facts)
-    tied = head.value == layout.TIED
-    blocks = stored_blocks(ctx, tied)
     decided |= {"plan.matmul_kernel": matmul.value, "plan.moe_kernel": experts.value}
-    decided["stored.blocks"] = [[name, dtype.value] for name, dtype in blocks]
-    quantization, shared = quant.quantization(ctx, facts), moe.shared_experts(ctx, facts)
+    shared = moe.shared_experts(ctx, facts)
+    arrangement = WeightLayout(tied_head=head.value == layout.TIED, moe=shared.layouts)
+    kept = kept_forms(ctx, arrangement)
+    decided |= kept.facts()
+    quantization = quant.quantization(ctx, facts)
+    if quantization.value != quant.NONE:
+        arrangement = replace(arrangement, blocks=kept.parameters, scale_columns=kept.scale_columns)
     plan = RunnerPlan(
         role=ctx.role,
         family=ctx.name,
@@ -64,9 +66,7 @@ def decide(ctx: RunnerContext) -> RunnerPlan:
         parallel=layout.parallel(ctx, facts),
         page_size=page_size,
         head=head,
-        layout=WeightLayout(
-            tied_head=tied, moe=shared.layouts, blocks=blocks if quantization.value != quant.NONE else ()
-        ),
+        layout=arrangement,
         digest="",
     )
     return replace(plan, digest=_digest(ctx, plan))
@@ -90,22 +90,6 @@ def planned(ctx: RunnerContext, plan: RunnerPlan, names: NameMap, allow_unexpect
         names=names.allowing(_allowed(ctx, names, plan.layout, allow_unexpected)),
         parameters=MappingProxyType(parameters),
     )
-
-
-def stored_blocks(ctx: RunnerContext, tied_head: bool) -> tuple[tuple[str, DType], ...]:
-    """Linear maps all of whose stored parts are blocks of one format that kernels compute on, with that format."""
-    stored: dict[str, set[DType]] = {}
-    for group in ctx.found.groups:
-        for parameter in group.parameters:
-            stored.setdefault(parameter, set()).add(group.main.dtype)
-    kept: list[tuple[str, DType]] = []
-    layout = replace(plain_layout(ctx.spec, ctx.found.files), tied_head=tied_head)
-    for name, info in decoder_parameters(ctx.spec, layout).items():
-        is_linear = len(info.shape) == 2 and (tied_head or name != "embed.weight")
-        formats = stored.get(name, set())
-        if is_linear and len(formats) == 1 and formats <= BLOCK_FORMATS.keys():
-            kept += [(name, format) for format in formats]
-    return tuple(kept)
 
 
 def _digest(ctx: RunnerContext, plan: RunnerPlan) -> str:
@@ -146,7 +130,7 @@ def _other_maps(ctx: RunnerContext, chosen: WeightLayout) -> tuple[NameMap, ...]
         NameMap(ctx.weights(ctx.spec, other))
         for tied in (True, False)
         for moe_layout in moe.both_layouts(ctx)
-        if (other := WeightLayout(tied_head=tied, moe=moe_layout)) != replace(chosen, blocks=())
+        if (other := WeightLayout(tied_head=tied, moe=moe_layout)) != replace(chosen, blocks=(), scale_columns=None)
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from proa.arch.decoder import Borrow, HiddenTap
 from proa.arch.layout import WeightLayout
 from proa.plan.decision import Decision, Note
-from proa.units import Algorithm, DType, Numerics, Role, Rollback, Verification
+from proa.units import Algorithm, DType, Numerics, Role, Rollback, Switch, Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +129,14 @@ class MemoryPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulePlan:
     """Limits of one step. `prefill_chunk` counts prompt tokens per step, over all requests. A chunk of a prompt ends at
-    an absolute multiple of `prefill_alignment` tokens, or at the prompt's end."""
+    an absolute multiple of `prefill_alignment` tokens, or at the prompt's end. `prefix_cache`: what a prompt has in
+    common with earlier ones is not computed again."""
 
     max_num_seqs: Decision[int]
     max_model_len: Decision[int]
     prefill_chunk: Decision[int]
     prefill_alignment: Decision[int]
+    prefix_cache: Decision[Switch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

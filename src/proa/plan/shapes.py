@@ -35,8 +35,15 @@ def latent_sizes(spec: DecoderSpec) -> Sizes:
         size
         for layer in spec.layers
         if isinstance(layer.mixer, MLASpec)
-        for size in (("rank", layer.mixer.kv_rank), ("nope_dim", layer.mixer.nope_dim))
+        for size in _latent_sizes(layer.mixer)
     )
+
+
+def _latent_sizes(mixer: MLASpec) -> Iterator[tuple[str, int]]:
+    yield "rank", mixer.kv_rank
+    yield "nope_dim", mixer.nope_dim
+    if mixer.indexer is not None:
+        yield "index_dim", mixer.indexer.head_dim
 
 
 def delta_sizes(spec: DecoderSpec) -> Sizes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from proa.arch.blocks import MoESpec
 from proa.arch.decoder import DecoderSpec
@@ -22,24 +23,20 @@ EXPERTS = "layers.#.ffn.experts."
 SHARED = "layers.#.ffn.shared."
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One stored weight: the rule that claims it, its indices, its tensors by member (`weight`, `weight_scale_inv`)."""
+class Group(NamedTuple):
+    """One stored weight: the rule that claims it, its indices, its tensors by member (`weight`, `weight_scale_inv`).
+    `main` is the one that holds the values: the weight itself, or its packed form."""
 
     rule: WeightRule
     indices: Indices
     members: Mapping[str, TensorInfo]
     form: Form
+    main: TensorInfo
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """What it fills, or is a copy of."""
         return tuple(fill(target.parameter, self.indices) for target in self.rule.fills)
-
-    @property
-    def main(self) -> TensorInfo:
-        """The tensor that holds the values: the weight itself, or its packed form."""
-        return self.members.get(WEIGHT) or next(iter(self.members.values()))
 
 
 def format_of(group: Group, quant: QuantSpec | None) -> str:
@@ -87,7 +84,9 @@ class StoredNames:
                 else:
                     found.setdefault(indices, {})[member] = info
         for indices, members in found.items():
-            yield Group(rule, indices, members, form_of({member: info.dtype for member, info in members.items()}))
+            main = members.get(WEIGHT) or next(iter(members.values()))
+            form = form_of({member: info.dtype for member, info in members.items()})
+            yield Group(rule, indices, members, form, main)
 
     def layers(self, rule: WeightRule) -> frozenset[int]:
         """First indices under which anything of the rule is stored."""

@@ -52,8 +52,8 @@ class Runner:
             raise TypeError(f"a model with {len(spec.delta_layers)} delta layers was given {room} for their states")
         self.plan = plan
         self.ledger = ledger
+        self.room = room
         self.tables = BlockTables(PagePool(num_pages), plan.page_size.value)
-        self.states = None if room is None else StateTables(room, state_dtype(plan), self._replay)
         self._model = model
         self._windows = frozenset(layer.mixer.window for layer in spec.layers)
         self._device = plan.device.value
@@ -65,6 +65,8 @@ class Runner:
             device=self._device,
             states=None if room is None else _memory(plan, room),
         )
+        replay = partial(_replay, model, self._kv)  # not a method: the tables do not hold the runner
+        self.states = None if room is None else StateTables(room, state_dtype(plan), replay)
         self._gives_hidden = gives_hidden
         recorded = RecordedForward(model, spec, self._kv.layers, gives_hidden=gives_hidden)
         self._forward = recorded if recorded.is_possible else partial(model, kv=self._kv.layers)
@@ -99,13 +101,6 @@ class Runner:
                     f"{BLOCK} only, and rows after a prompt's end are decoded or verified"
                 )
 
-    @torch.inference_mode()
-    def _replay(self, replays: Sequence[Replay]) -> None:
-        targets = [slot for one in replays for slot in (*[NONE] * (len(one.kept) - 1), one.target)]
-        kept = [row for one in replays for row in one.kept]
-        slots = StateSlots.of([one.source for one in replays], targets, kept)
-        self._model.replay(self._kv.layers, np.array([len(one.kept) for one in replays]), slots)
-
     def describe(self) -> dict[str, Any]:
         """What was really built: kernels per phase, types, layout, sizes. Equal to what the plan promised."""
         return describe.built(self._model, self._kv)
@@ -122,3 +117,11 @@ def _memory(plan: RunnerPlan, room: StateRoom) -> StateMemory:
         dtype=torch_dtype(plan.dtype.value),
         delta_dtype=torch_dtype(state_dtype(plan)),
     )
+
+
+@torch.inference_mode()
+def _replay(model: Decoder, kv: KVCache, replays: Sequence[Replay]) -> None:
+    targets = [slot for one in replays for slot in (*[NONE] * (len(one.kept) - 1), one.target)]
+    kept = [row for one in replays for row in one.kept]
+    slots = StateSlots.of([one.source for one in replays], targets, kept)
+    model.replay(kv.layers, np.array([len(one.kept) for one in replays]), slots)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from proa.cache.state import StateTables
 from proa.cache.tables import BlockTables
 from proa.kernels.cost import CostTable
 from proa.runner.batch import ForwardOutput, RowSpan
@@ -20,13 +21,18 @@ ROWS = (1, 4, 8, 2, 16, 3, 6, 12, 32, 24)
 CONTEXT = 128
 BUDGET = 0.25
 MAX_ROUNDS = 7
+NOBODY = -1
+"""A request id that no request has."""
 
 
 class TimedRunner(Protocol):
-    """All that measuring needs of a runner."""
+    """All that measuring needs of a runner. `states`: of a model with delta layers."""
 
     @property
     def tables(self) -> BlockTables: ...
+
+    @property
+    def states(self) -> StateTables | None: ...
 
     def forward(self, spans: Sequence[RowSpan]) -> ForwardOutput: ...
 
@@ -47,7 +53,7 @@ def measure(
     """
     tables = runner.tables
     room = min(tables.free_rows, max_positions)
-    counts = [rows for rows in ROWS if rows <= room] or [1]
+    counts = [rows for rows in ROWS if rows <= room and _has_slots(runner, rows)] or [1]
     longest = max(counts)
     context = max(0, min(CONTEXT, room - longest))
     pages = tables.pool.allocate(tables.pages_for(context + longest))
@@ -83,7 +89,7 @@ def _order(counts: Sequence[int]) -> Iterator[int]:
 
 
 def _forward(runner: TimedRunner, whole: RowSpan, rows: int) -> None:
-    """The first `rows` rows of `whole`."""
+    """The first `rows` rows of `whole`, as a proposal of which nothing is kept."""
     span = replace(
         whole,
         phase=Phase.DECODE if rows == 1 else Phase.VERIFY,
@@ -91,7 +97,28 @@ def _forward(runner: TimedRunner, whole: RowSpan, rows: int) -> None:
         logits=range(rows),
         hidden=None if whole.hidden is None else whole.hidden[:rows],
     )
+    if runner.states is None:
+        _finish(runner, span)
+        return
+    runner.states.mark()
+    try:
+        _finish(runner, replace(span, state=runner.states.extend(NOBODY, rows, is_revocable=rows > 1)))
+    finally:
+        runner.states.undo()
+
+
+def _finish(runner: TimedRunner, span: RowSpan) -> None:
     runner.forward([span]).logits[0, 0].item()  # a device may still be busy when forward returns
+
+
+def _has_slots(runner: TimedRunner, rows: int) -> bool:
+    """Whether the state of each of so many rows can be kept, or its inputs."""
+    states = runner.states
+    if states is None or rows == 1:
+        return True
+    return states.slots_for(rows, is_revocable=True) <= states.free_slots and (
+        not states.room.kept_rows or rows <= states.room.kept_rows
+    )
 
 
 def _any_rows(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from proa.cache.state import StateTables
 from proa.cache.tables import BlockTables
 from proa.runner.batch import ForwardOutput, RowSpan
 from proa.sampling.sampler import TokenLogprobs
@@ -22,13 +23,15 @@ class DraftRequest:
     """What a drafter may know of one request.
 
     `tokens` is prompt + output; the last one is the anchor, whose row is in no cache yet. `limit` is the longest
-    proposal that is of use in this step (0: none).
+    proposal that is of use in this step (0: none). `snapshots` says after how many rows of the prompt the state of a
+    drafter's own runner is worth keeping (cache/state.py), if it computes them.
     """
 
     request_id: int
     tokens: Sequence[int]
     sampling: SamplingState
     limit: int
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +99,13 @@ class Verdict:
 
 
 class DraftRunner(Protocol):
-    """All that drafting needs of a runner."""
+    """All that drafting needs of a runner. `states`: of a model with delta layers."""
 
     @property
     def tables(self) -> BlockTables: ...
+
+    @property
+    def states(self) -> StateTables | None: ...
 
     def forward(self, spans: Sequence[RowSpan]) -> ForwardOutput: ...
 
@@ -116,8 +122,8 @@ class Drafter(Protocol):
 
     def observe(self, hidden: Sequence[HiddenRows]) -> None:
         """A step is kept: hidden rows of what it committed, prompts included, of every request that may be drafted for
-        later. Called only where `needs_hidden`, before `commit`; rows of one request begin at position 0 and come in
-        order, without gaps."""
+        later. Called only where `needs_hidden`, before `commit`; rows of one request begin where those in the cache of
+        the drafter's own runner end, at position 0 without such, and come in order, without gaps."""
         ...
 
     def prefill(self, context: DraftContext) -> None:

@@ -93,8 +93,68 @@ def test_pages_that_come_back_can_be_handed_out_again(num_pages: int, data: st.D
     assert sorted(pool.allocate(num_pages)) == list(range(num_pages))
 
 
+def test_a_retained_page_stays_without_users_and_is_idle_until_it_is_used_again():
+    pool = PagePool(3)
+    [page, other] = pool.allocate(2)
+    pool.retain([page])
+    assert (pool.owners(page), pool.users(page), pool.num_idle) == (2, 1, 0)
+    pool.release([page, other])
+    assert (pool.owners(page), pool.users(page), pool.num_idle, pool.num_free) == (1, 0, 1, 2)
+    pool.share([page])
+    assert (pool.users(page), pool.num_idle) == (1, 0)
+    pool.let_go([page])
+    assert (pool.owners(page), pool.num_free) == (1, 2)
+    pool.release([page])
+    assert (pool.num_free, pool.num_idle) == (3, 0)
+    pool.check()
+
+
+def test_a_retained_page_without_users_is_free_once_it_is_let_go():
+    pool = PagePool(1)
+    pool.retain(pool.allocate(1))
+    pool.release([0])
+    pool.let_go([0])
+    assert (pool.num_free, pool.num_idle) == (1, 0)
+    pool.check()
+
+
+def test_a_user_cannot_release_what_is_retained():
+    pool = PagePool(1)
+    pool.retain(pool.allocate(1))
+    with pytest.raises(ValueError, match="released more often"):
+        pool.release([0, 0])
+    pool.release([0])
+    with pytest.raises(ValueError, match="released more often"):
+        pool.release([0])
+    assert pool.num_idle == 1
+
+
+@pytest.mark.parametrize("pages", [[1], [0, 0], [2], [-1]], ids=["free", "twice", "unknown", "negative"])
+def test_only_owned_pages_can_be_retained_and_only_once(pages: list[int]):
+    pool = PagePool(2)
+    pool.allocate(1)
+    with pytest.raises(ValueError, match="cannot be retained"):
+        pool.retain(pages)
+    with pytest.raises(ValueError, match="is not retained"):
+        pool.let_go(pages)
+    pool.retain([0])
+    with pytest.raises(ValueError, match="cannot be retained"):
+        pool.retain([0])
+    assert pool.owners(0) == 2
+    pool.check()
+
+
+@pytest.mark.parametrize("damage", [lambda pool: setattr(pool, "_num_idle", 1), lambda pool: pool._is_retained.clear()])
+def test_a_check_notices_retained_pages_that_were_miscounted(damage):
+    pool = PagePool(2)
+    pool.retain(pool.allocate(1))
+    damage(pool)
+    with pytest.raises((RuntimeError, IndexError)):
+        pool.check()
+
+
 class PoolAgainstAModel(RuleBasedStateMachine):
-    """The model is a plain mapping from page to number of owners."""
+    """The model is a plain mapping from page to number of owners, and the pages that are retained."""
 
     NUM_PAGES = 6
 
@@ -102,6 +162,7 @@ class PoolAgainstAModel(RuleBasedStateMachine):
         super().__init__()
         self.pool = PagePool(self.NUM_PAGES)
         self.owners: dict[int, int] = {}
+        self.retained: set[int] = set()
 
     @rule(count=st.integers(0, NUM_PAGES + 1))
     def allocate(self, count: int) -> None:
@@ -121,10 +182,32 @@ class PoolAgainstAModel(RuleBasedStateMachine):
         self.pool.share([page])
         self.owners[page] += 1
 
+    @precondition(lambda self: set(self.owners) - self.retained)
+    @rule(data=st.data())
+    def retain(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(set(self.owners) - self.retained)))
+        self.pool.retain([page])
+        self.owners[page] += 1
+        self.retained.add(page)
+
+    @precondition(lambda self: self.retained)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(self.retained)))
+        self.pool.let_go([page])
+        self.retained.remove(page)
+        self.owners[page] -= 1
+        if not self.owners[page]:
+            del self.owners[page]
+
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(sorted(self.owners)))
+        if page in self.retained and self.owners[page] == 1:
+            with pytest.raises(ValueError, match="released more often"):
+                self.pool.release([page])
+            return
         self.pool.release([page])
         self.owners[page] -= 1
         if not self.owners[page]:
@@ -137,6 +220,7 @@ class PoolAgainstAModel(RuleBasedStateMachine):
         assert [self.pool.owners(page) for page in range(self.NUM_PAGES)] == [
             self.owners.get(page, 0) for page in range(self.NUM_PAGES)
         ]
+        assert self.pool.num_idle == sum(self.owners[page] == 1 for page in self.retained)
 
 
 TestPoolAgainstAModel = PoolAgainstAModel.TestCase

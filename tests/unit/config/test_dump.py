@@ -22,7 +22,8 @@ def load(api: dict[str, object], file: Path | None = None) -> EngineConfig:
 
 
 def values(config: EngineConfig) -> dict[str, Any]:
-    return {path: choice.value for path, choice in config.leaves()}
+    """Of every leaf, and whether it was asked for together with others."""
+    return {path: (choice.value, choice.origin.is_base) for path, choice in config.leaves()}
 
 
 def some_value(kind: Kind) -> st.SearchStrategy[object]:
@@ -71,3 +72,13 @@ def test_a_file_name_with_a_line_break_cannot_leave_its_comment(tmp_path: Path) 
     file = tmp_path / "a\nthreads = 9.toml"
     file.write_text("page_size = 4")
     assert "threads" not in tomllib.loads(to_toml(load({}, file)))
+
+
+def test_what_was_asked_of_all_phases_stays_one_line_beside_what_was_asked_of_one() -> None:
+    flags: dict[str, str | list[str]] = {"--draft.attention": "native", "--draft.attention.decode": "reference"}
+    text = to_toml(load_config("m", flags=flags, file=None, environ={}, api={}))
+    lines = [line for line in text.splitlines() if line.startswith("draft.attention")]
+    assert lines == [
+        'draft.attention.base = "native"  # flag --draft.attention',
+        'draft.attention.decode = "reference"  # flag --draft.attention.decode',
+    ]

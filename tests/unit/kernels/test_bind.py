@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
+from proa.arch.delta_blocks import DeltaSpec
 from proa.errors import KernelUnavailable
 from proa.kernels.bind import KernelNames, bind
+from proa.kernels.delta import DeltaState, DeltaWeights, StateSlots
+from proa.kernels.plugins import KernelPlugin
 from proa.units import Phase
 
 REFERENCE = KernelNames(
@@ -63,3 +69,35 @@ def test_experts_and_latent_rows_are_counted_too() -> None:
 def test_a_model_without_experts_has_no_kernel_for_them() -> None:
     with pytest.raises(RuntimeError, match="without experts"):
         bind(REFERENCE, None).pack_experts(torch.ones(2, 8, 4), torch.ones(2, 4, 4))
+
+
+class Elsewhere:
+    """A backend of linear attention from another package."""
+
+    name = "ascend"
+
+    def __init__(self, names: Mapping[Phase, str]) -> None:
+        self.names = names
+
+    def replay(self, *args: object) -> None: ...
+
+
+def test_a_backend_of_another_package_is_made_from_the_plan_and_found_only_where_it_is_given() -> None:
+    names = replace(HYBRID, delta={Phase.PREFILL: "torch", Phase.DECODE: "ascend", Phase.VERIFY: "ascend"})
+    plugin = KernelPlugin(backend="ascend", device="npu", kernels=(), delta=Elsewhere, is_present=lambda: True)
+    kernels = bind(names, None, [plugin])
+    assert kernels.names == names
+    made = kernels._delta[Phase.DECODE]
+    assert isinstance(made, Elsewhere) and made.names == names.delta
+    nothing = torch.empty(0)
+    state = DeltaState(conv=nothing, delta=nothing, kept=None)
+    weights = DeltaWeights(conv=nothing, rate=nothing, bias=nothing, norm=nothing)
+    kernels.replay(weights, cast("DeltaSpec", None), state, np.array([0]), StateSlots.of([], []))
+    assert kernels.calls == {("delta.replay", "ascend"): 1}
+    with pytest.raises(KernelUnavailable, match=r"linear_attention\.decode = ascend is no kernel of this package"):
+        bind(names, None)
+
+
+def test_a_backend_of_another_package_does_not_stand_for_one_of_this() -> None:
+    plugin = KernelPlugin(backend="torch", device="npu", kernels=(), delta=Elsewhere, is_present=lambda: True)
+    assert not isinstance(bind(HYBRID, None, [plugin])._delta[Phase.PREFILL], Elsewhere)

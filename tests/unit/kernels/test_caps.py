@@ -52,6 +52,7 @@ def test_the_least_file_names_device_isa_cores_and_memory() -> None:
         ({"kernels": {"native": 1}}, "kernels must be"),
         ({"gpus": [{"name": "x"}]}, "gpus must be"),
         ({"memory_available": -1}, "memory_available must be"),
+        ({"cuda_version": "thirteen"}, "cuda_version must be"),
         ({"colour": "red"}, "unknown key 'colour'"),
     ],
 )
@@ -195,3 +196,20 @@ def test_this_host_can_be_read_and_written_down() -> None:
     assert caps_from_json(json.loads(json.dumps(caps_to_json(caps))), where="x") == caps
     assert caps.verdict("reference") == "untested"
     assert replace(caps, kernels={"reference": "passed"}).verdict("reference") == "passed"
+
+
+@pytest.mark.parametrize(
+    ("libraries", "version"),
+    [
+        ({"torch": "2.13.0+cu130"}, "13.0"),
+        ({"torch": "2.9.1+cu128", "nvidia-cuda-runtime": "13.0.96"}, "12.8"),
+        ({"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.96"}, "13.0"),
+        ({"torch": "2.9.0", "nvidia-cuda-runtime-cu12": "12.8.90"}, "12.8"),
+        ({"torch": "2.13.0+cpu"}, None),
+        ({}, None),
+    ],
+)
+def test_the_cuda_of_torch_is_in_its_version_or_in_the_runtime_beside_it(
+    libraries: dict[str, str], version: str | None
+) -> None:
+    assert host.cuda_version(libraries) == version

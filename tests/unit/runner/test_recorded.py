@@ -16,6 +16,7 @@ from proa.loading.build import build
 from proa.loading.progress import Silent
 from proa.runner.recorded import RecordedForward
 from proa.units import Phase
+from tests.factories.mla_checkpoints import write_mla
 from tests.factories.native import native_plan, native_runner, probed, why_not
 from tests.factories.runners import Rows
 
@@ -81,3 +82,16 @@ def test_an_op_outside_of_the_recording_makes_it_impossible() -> None:
 def test_a_backend_without_a_sink_cannot_be_recorded() -> None:
     names = KernelNames(matmul="reference", attention={Phase.DECODE: "reference"}, is_latent=False, delta={}, moe=None)
     assert bind(names, None).record(4, lambda: None) is None
+
+
+@native
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "mistral4"])
+def test_models_with_an_indexer_or_scaled_queries_are_recorded(family: str, tmp_path: Path) -> None:
+    runner = native_runner(write_mla(family, tmp_path), FOUND, dtype="bfloat16")
+    recorded, rows = runner._forward, Rows(runner, 2, 128)
+    assert isinstance(recorded, RecordedForward)
+    outputs = [runner.forward([rows.span(0, Phase.PREFILL, PROMPT[:count])]).logits for count in (9, 80)]
+    runner._forward = lambda batch: runner._model(batch, runner._kv.layers)
+    rows.lengths[0] = 0
+    for output, count in zip(outputs, (9, 80), strict=True):
+        assert torch.equal(output, runner.forward([rows.span(0, Phase.PREFILL, PROMPT[:count])]).logits)

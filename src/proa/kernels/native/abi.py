@@ -30,6 +30,8 @@ class Kind(IntEnum):
     NORM = 14
     DELTA = 15
     GATE = 16
+    SCALE = 17
+    INDEX = 18
 
 
 class Form(IntEnum):
@@ -42,12 +44,21 @@ class Form(IntEnum):
     Q4_1 = 4
     Q4_K = 5
     Q6_K = 6
+    F8 = 7
 
 
 class CLinear(Structure):
     """struct Linear of csrc/linear.h."""
 
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("form", c_int64), ("out", c_int64), ("in_", c_int64))
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("form", c_int64),
+        ("out", c_int64),
+        ("in_", c_int64),
+        ("scales", c_void_p),
+        ("block", c_int64),
+    )
 
 
 class CLatent(Structure):
@@ -65,6 +76,27 @@ class CLatent(Structure):
         ("value_size", c_int64),
         ("rank", c_int64),
         ("is_interleaved", c_int64),
+        ("eps", c_float),
+    )
+
+
+class CIndex(Structure):
+    """struct Index of csrc/sparse.h."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("norm", c_void_p),
+        ("bias", c_void_p),
+        ("weights", c_void_p),
+        ("next", c_int64),
+        ("page_size", c_int64),
+        ("heads", c_int64),
+        ("size", c_int64),
+        ("rope", c_int64),
+        ("is_interleaved", c_int64),
+        ("top_k", c_int64),
+        ("buffers", c_int64),
+        ("capacity", c_int64),
         ("eps", c_float),
     )
 
@@ -120,8 +152,8 @@ class CExperts(Structure):
     """struct Experts of csrc/moe.h."""
 
     _fields_ = (
-        ("gate_up", c_void_p),
-        ("down", c_void_p),
+        ("gate_up", CLinear),
+        ("down", CLinear),
         ("slots", c_int64),
         ("hidden", c_int64),
         ("width", c_int64),

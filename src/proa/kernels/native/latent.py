@@ -1,7 +1,8 @@
-"""Native latent attention: kernels/latent_seam.py's LatentOps on the compiled library, without an indexer.
+"""Native latent attention and its indexer: kernels/latent_seam.py's LatentOps on the compiled library.
 
-Cached rows lie as the reference has them. Conditions on sizes (kernels/catalog.py): the rank, and the query's, are
-whole vectors of 16, the former at most MAX_RANK; plain and rotated parts are pairs. Every op is exact (csrc/latent.h).
+Chosen rows are a list per row: int32 [num_rows, 1 + top_k], how many, then positions in ascending order. Cached rows
+lie as the reference has them. Conditions on sizes (kernels/catalog.py): the rank, and the query's, are whole vectors of
+16, the former at most MAX_RANK; plain and rotated parts are pairs. Every op is exact (csrc/latent.h, csrc/sparse.h).
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
 from proa.arch.blocks import IndexerSpec
-from proa.errors import KernelUnavailable
 from proa.kernels.latent_seam import Absorbed, Chosen, IndexNorm, LatentKV, LatentShape
-from proa.kernels.native.abi import CLatent, COp, Kind
+from proa.kernels.native.abi import CIndex, CLatent, COp, Kind
 from proa.kernels.native.ops import address, request_rows, whole
 from proa.kernels.native.sink import Sink
 from proa.kernels.seam import RopeRows, Segment
 
 MAX_RANK = 512  # of csrc/latent.h: elements that a row's sum keeps on the stack
+MAX_HEAD = 256  # of csrc/attention.h: elements of an index key on the stack
 WIDEST = 32  # elements of the widest vector: absorbed queries are padded to whole ones
 
 
@@ -109,8 +109,8 @@ class NativeLatent:
     ) -> torch.Tensor:
         if not isinstance(absorbed, NativeAbsorbed):
             raise TypeError("an up-projection that another backend arranged was given to a native op")
-        if visible is not None:
-            _no_indexer()
+        if visible is not None and visible.dtype != torch.int32:
+            raise TypeError("rows that another backend chose were given to a native op")
         rows, shape = len(queries), absorbed.shape
         out = self.sink.empty((rows, shape.heads * shape.value), queries.dtype)
         padded = -(-(shape.rank + shape.rope) // WIDEST) * WIDEST
@@ -119,9 +119,11 @@ class NativeLatent:
         call.key, call.value = absorbed.key.data_ptr(), absorbed.value.data_ptr()
         op = COp(
             kind=Kind.LATENT_ATTENTION,
+            m=0 if visible is None else visible.stride(0),
             f=scale,
             a=queries.data_ptr(),
             b=ctypes.addressof(call),
+            e=address(visible),
             out=out.data_ptr(),
             tmp=absorbing.data_ptr(),
         )
@@ -140,11 +142,47 @@ class NativeLatent:
         segments: Sequence[Segment],
         write_slots: torch.Tensor,
     ) -> Chosen:
-        _no_indexer()
-
-
-def _no_indexer() -> NoReturn:
-    raise KernelUnavailable("kernels/no-indexer", "native latent attention was planned for a model with an indexer")
+        if kv.index is None:
+            raise ValueError("a layer with an indexer has no cache of index keys")
+        if spec.head_dim > MAX_HEAD or spec.rope.dim % 2:
+            raise ValueError(f"native index keys have at most {MAX_HEAD} elements, not {spec.head_dim}")
+        rows, buffers, capacity = len(queries), torch.get_num_threads(), len(kv.index)
+        lists = self.sink.empty((rows, 1 + spec.top_k), torch.int32)
+        padded = -(-spec.head_dim // WIDEST) * WIDEST
+        turned = self.sink.empty((rows, spec.num_heads, padded), queries.dtype)
+        scores = self.sink.empty((buffers, 2, capacity), torch.float32)
+        call = CIndex(
+            rows=kv.index.data_ptr(),
+            norm=norm.weight.data_ptr(),
+            bias=norm.bias.data_ptr(),
+            weights=weights.data_ptr(),
+            next=weights.stride(0),
+            page_size=kv.page_size,
+            heads=spec.num_heads,
+            size=spec.head_dim,
+            rope=spec.rope.dim,
+            is_interleaved=rope.is_interleaved,
+            top_k=spec.top_k,
+            buffers=buffers,
+            capacity=capacity,
+            eps=spec.norm_eps,
+        )
+        op = COp(
+            kind=Kind.INDEX,
+            n=queries.stride(0),
+            m=keys.stride(0),
+            a=queries.data_ptr(),
+            b=ctypes.addressof(call),
+            c=keys.data_ptr(),
+            d=rope.cos.data_ptr(),
+            e=rope.sin.data_ptr(),
+            out=lists.data_ptr(),
+            tmp=turned.data_ptr(),
+            scratch=scores.data_ptr(),
+        )
+        requests = request_rows(segments, 0)
+        self.sink.emit(queries.dtype, op, rows, (call, norm, kv), slots=write_slots, requests=requests)
+        return Chosen(visible=tuple(lists[part.first : part.first + part.num_rows] for part in segments))
 
 
 def _call(shape: LatentShape, kv: LatentKV) -> CLatent:

@@ -14,10 +14,10 @@ from types import MappingProxyType
 import torch
 
 from proa.arch.blocks import GroupScore, RouterSpec, Score
-from proa.kernels.native.abi import CExperts, CLinear, COp, CRouter, Form, Kind
-from proa.kernels.native.ops import PANEL, address, whole
+from proa.kernels.native.abi import CExperts, CLinear, COp, CRouter, Kind
+from proa.kernels.native.ops import FORMS, PANEL, address, whole
 from proa.kernels.native.sink import Sink
-from proa.kernels.seam import PackedExperts, PackedRouter, Routed
+from proa.kernels.seam import Codes, PackedExperts, PackedRouter, Routed
 
 MAX_GROUPS = 64  # of csrc/moe.h
 SCORES: Mapping[Score, int] = MappingProxyType({Score.SOFTMAX: 0, Score.SIGMOID: 1, Score.SQRT_SOFTPLUS: 2})
@@ -33,6 +33,20 @@ class NativeRouter(PackedRouter):
     experts: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeExperts(PackedExperts):
+    """Slots of whole panels; those of gate and up take turns. `columns`: per scale, where there are scales."""
+
+    columns: int = 0
+
+    def maps(self) -> tuple[CLinear, CLinear]:
+        """`gate_up` and `down`, of all slots."""
+        return (
+            _linear(self.gate_up, self.scales and self.scales[0], 2 * self.width, self.hidden, self.columns),
+            _linear(self.down, self.scales and self.scales[1], self.hidden, self.width, self.columns),
+        )
+
+
 class NativeMoE:
     """MoEOps on the compiled library. `sink` says whether ops run or are recorded."""
 
@@ -45,7 +59,7 @@ class NativeMoE:
     def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedRouter:
         experts, hidden = weight.shape
         panels = torch.empty((whole(experts), hidden), dtype=weight.dtype)
-        self.library.proa_pack(_is_bf16(weight), weight.contiguous().data_ptr(), experts, hidden, panels.data_ptr())
+        self.library.proa_pack(FORMS[weight.dtype], weight.contiguous().data_ptr(), experts, hidden, panels.data_ptr())
         padded = None
         if bias is not None:
             padded = torch.zeros(len(panels))
@@ -59,8 +73,25 @@ class NativeMoE:
         for tensor, halves in ((gate_up, 2), (down, 1)):
             if tensor.shape[1] % (PANEL * halves):
                 raise ValueError(f"experts of {tuple(tensor.shape)} are no whole panels of {PANEL}")
-            self.library.proa_pack_slots(_is_bf16(tensor), tensor.data_ptr(), *tensor.shape, halves)
-        return PackedExperts(gate_up=gate_up, down=down, slots=slots, width=width, hidden=hidden)
+            self.library.proa_pack_slots(FORMS[tensor.dtype], tensor.data_ptr(), *tensor.shape, halves)
+        return NativeExperts(gate_up=gate_up, down=down, slots=slots, width=width, hidden=hidden)
+
+    def pack_expert_codes(self, gate_up: Codes, down: Codes, dtype: torch.dtype) -> PackedExperts:
+        """As `pack_experts`, the scales' memory included."""
+        if gate_up.columns != down.columns:
+            raise ValueError(f"experts have scales per {gate_up.columns} and per {down.columns} columns")
+        scales = gate_up.scales.detach()
+        scales.copy_(scales.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
+        packed = self.pack_experts(gate_up.codes, down.codes)
+        return NativeExperts(
+            gate_up=packed.gate_up,
+            down=packed.down,
+            slots=packed.slots,
+            width=packed.width,
+            hidden=packed.hidden,
+            scales=(scales, down.scales.detach()),
+            columns=gate_up.columns,
+        )
 
     def route(
         self,
@@ -100,18 +131,13 @@ class NativeMoE:
         shared: torch.Tensor | None,
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
+        if not isinstance(packed, NativeExperts):
+            raise TypeError("experts that another backend packed were given to a native op")
         rows, chosen = routed.slots.shape
         out = self.sink.empty((rows, packed.hidden), x.dtype)
         results = self.sink.empty((rows * chosen, packed.hidden + packed.width), x.dtype)
         places = self.sink.empty((packed.slots + 1 + rows * chosen,), torch.int32)
-        call = CExperts(
-            packed.gate_up.data_ptr(),
-            packed.down.data_ptr(),
-            packed.slots,
-            packed.hidden,
-            packed.width,
-            address(_same_type(gate, x)),
-        )
+        call = CExperts(*packed.maps(), packed.slots, packed.hidden, packed.width, address(_same_type(gate, x)))
         op = COp(
             kind=Kind.EXPERTS,
             n=chosen,
@@ -142,9 +168,8 @@ def _router_call(
         raise ValueError(f"shared slots {tuple(shared)} do not follow each other")
     if spec.num_groups > MAX_GROUPS:
         raise ValueError(f"a native router has at most {MAX_GROUPS} groups, not {spec.num_groups}")
-    form = Form.BF16 if _is_bf16(router.weight) else Form.F32
     return CRouter(
-        CLinear(router.weight.data_ptr(), None, form, router.experts, router.weight.shape[1]),
+        _linear(router.weight, None, router.experts, router.weight.shape[1], 0),
         address(router.bias),
         SCORES[spec.score],
         spec.num_groups,
@@ -160,8 +185,8 @@ def _router_call(
     )
 
 
-def _is_bf16(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.bfloat16
+def _linear(weight: torch.Tensor, scales: torch.Tensor | None, out: int, size: int, columns: int) -> CLinear:
+    return CLinear(weight.data_ptr(), None, FORMS[weight.dtype], out, size, address(scales), columns)
 
 
 def _same_type(tensor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

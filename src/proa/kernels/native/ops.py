@@ -7,18 +7,23 @@ Every op has one accumulation order per output, whatever the number of rows, so 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
+from proa.arch.blocks import QueryScale
 from proa.kernels.native.abi import CCache, CHeads, CLinear, COp, Form, Kind
 from proa.kernels.native.sink import Sink
-from proa.kernels.seam import HeadNorm, Heads, LayerKV, Packed, RopeRows, Segment
+from proa.kernels.seam import Codes, HeadNorm, Heads, LayerKV, Packed, RopeRows, Segment
 from proa.units import DType
 
 PANEL = 16
+FORMS: Mapping[torch.dtype, Form] = MappingProxyType(
+    {torch.float32: Form.F32, torch.bfloat16: Form.BF16, torch.float8_e4m3fn: Form.F8}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,8 @@ class NativeDense:
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         out, size = weight.shape
         panels = torch.empty((whole(out), size), dtype=weight.dtype)
-        form = Form.BF16 if weight.dtype == torch.bfloat16 else Form.F32
-        self.library.proa_pack(form == Form.BF16, weight.data_ptr(), out, size, panels.data_ptr())
+        form = FORMS[weight.dtype]
+        self.library.proa_pack(form, weight.data_ptr(), out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, weight.dtype)
 
     def pack_blocks(self, blocks: torch.Tensor, bias: torch.Tensor | None, format: DType, dtype: torch.dtype) -> Packed:
@@ -58,6 +63,13 @@ class NativeDense:
         panels = torch.empty((whole(out), self.library.proa_row_bytes(form, size)), dtype=torch.uint8)
         self.library.proa_pack_blocks(form, blocks.data_ptr(), row_bytes, out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, dtype)
+
+    def pack_codes(self, weight: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> Packed:
+        out, size = weight.codes.shape
+        panels = torch.empty((whole(out), size), dtype=weight.codes.dtype)
+        self.library.proa_pack(Form.F8, weight.codes.data_ptr(), out, size, panels.data_ptr())
+        scales = weight.scales.detach().contiguous()
+        return _packed(panels, bias, Form.F8, out, size, dtype, scales=scales, columns=weight.columns)
 
     def table(self, weight: torch.Tensor) -> Packed:
         return Packed(weight=weight, bias=None, in_features=weight.shape[1], out_features=weight.shape[0])
@@ -138,6 +150,19 @@ class NativeDense:
         out = self.sink.empty(tuple(x.shape), x.dtype)
         op = COp(kind=Kind.GATE, n=x.shape[1], m=gate.stride(0), a=x.data_ptr(), b=gate.data_ptr(), out=out.data_ptr())
         self.sink.emit(x.dtype, op, len(x), ())
+        return out
+
+    def scale_queries(self, queries: torch.Tensor, positions: torch.Tensor, spec: QueryScale) -> torch.Tensor:
+        out = self.sink.empty(tuple(queries.shape), queries.dtype)
+        op = COp(
+            kind=Kind.SCALE,
+            n=queries.shape[1] * queries.shape[2],
+            m=spec.original,
+            f=spec.beta,
+            a=queries.data_ptr(),
+            out=out.data_ptr(),
+        )
+        self.sink.emit(queries.dtype, op, len(queries), (), positions=positions)
         return out
 
     def rotation(
@@ -243,15 +268,30 @@ def whole(out: int) -> int:
 
 
 def _packed(
-    panels: torch.Tensor, bias: torch.Tensor | None, form: Form, out: int, size: int, dtype: torch.dtype
+    panels: torch.Tensor,
+    bias: torch.Tensor | None,
+    form: Form,
+    out: int,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    scales: torch.Tensor | None = None,
+    columns: int = 0,
 ) -> NativePacked:
     padded = None
     if bias is not None:
         padded = torch.zeros(len(panels))
         padded[:out] = bias
-    linear = CLinear(panels.data_ptr(), address(padded), form, out, size)
+    linear = CLinear(panels.data_ptr(), address(padded), form, out, size, address(scales), columns)
     return NativePacked(
-        weight=panels, bias=bias, in_features=size, out_features=out, linear=linear, padded_bias=padded, dtype=dtype
+        weight=panels,
+        bias=bias,
+        in_features=size,
+        out_features=out,
+        scales=scales,
+        linear=linear,
+        padded_bias=padded,
+        dtype=dtype,
     )
 
 

@@ -13,7 +13,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from proa.arch.layout import ROWS_PER_SCALE
 from proa.errors import CheckpointError, WeightError
+from proa.kernels.seam import Codes
 from proa.units import DType
 
 # Elements decoded at a time: keeps every temporary in the cache and far below the size of a large embedding.
@@ -57,6 +59,13 @@ def dequantize_fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) 
     values[:whole].view(-1, high, columns).mul_(factors[: whole // high, None])
     values[whole:].mul_(factors[whole // high :])
     return values
+
+
+def values_of(weight: Codes) -> Tensor:
+    """Kept block FP8 -> float32 [..., out, in]."""
+    rows, columns = weight.codes.shape[-2:]
+    factors = weight.scales.repeat_interleave(ROWS_PER_SCALE, dim=-2).repeat_interleave(weight.columns, dim=-1)
+    return weight.codes.to(torch.float32).mul_(factors[..., :rows, :columns])
 
 
 def unpermute_rope(rows: Tensor, heads: int) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from proa.arch.blocks import QueryScale
-from proa.kernels.reference.dequant import dequantize
-from proa.kernels.seam import Packed, RopeRows
+from proa.kernels.reference.dequant import dequantize, values_of
+from proa.kernels.seam import Codes, Packed, RopeRows
 from proa.units import DType
 
 
@@ -30,12 +30,6 @@ def rotate(x: torch.Tensor, rope: RopeRows) -> torch.Tensor:
     return torch.addcmul(x * rope.cos, x.roll(size // 2, dims=-1), rope.sin)
 
 
-def scale_queries(queries: torch.Tensor, positions: torch.Tensor, spec: QueryScale) -> torch.Tensor:
-    """Queries [T, H, d] times the factor of their position (arch/blocks.py: QueryScale), in their dtype."""
-    factors = 1 + spec.beta * torch.log1p((positions // spec.original).float())
-    return (queries * factors.view(-1, 1, 1)).to(queries.dtype)
-
-
 class ReferenceDense:
     """DenseOps in stock torch. `pack` keeps the weight as it is."""
 
@@ -48,6 +42,9 @@ class ReferenceDense:
         elements = blocks.numel() // format.storage.nbytes * format.storage.elements
         shape = (len(blocks), elements // len(blocks))
         return self.pack(dequantize(blocks.flatten(), format, shape).to(dtype), bias)
+
+    def pack_codes(self, weight: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> Packed:
+        return self.pack(values_of(weight).to(dtype), bias)
 
     def matmul(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         return F.linear(x, packed.weight, packed.bias)
@@ -78,6 +75,10 @@ class ReferenceDense:
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+    def scale_queries(self, queries: torch.Tensor, positions: torch.Tensor, spec: QueryScale) -> torch.Tensor:
+        factors = 1 + spec.beta * torch.log1p((positions // spec.original).float())
+        return (queries * factors.view(-1, 1, 1)).to(queries.dtype)
 
     def rotation(
         self, positions: torch.Tensor, frequencies: torch.Tensor, signs: torch.Tensor, magnitude: float

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from proa.arch.blocks import GroupScore, RouterSpec, Score
-from proa.kernels.seam import PackedExperts, PackedRouter, Routed
+from proa.kernels.reference.dequant import values_of
+from proa.kernels.seam import Codes, PackedExperts, PackedRouter, Routed
 
 
 class ReferenceMoE:
@@ -22,6 +23,9 @@ class ReferenceMoE:
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
         slots, hidden, width = down.shape
         return PackedExperts(gate_up=gate_up, down=down, slots=slots, width=width, hidden=hidden)
+
+    def pack_expert_codes(self, gate_up: Codes, down: Codes, dtype: torch.dtype) -> PackedExperts:
+        return self.pack_experts(values_of(gate_up).to(dtype), values_of(down).to(dtype))
 
     def route(
         self,

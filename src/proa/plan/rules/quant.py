@@ -8,14 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from proa.conditions import Blocked, Blocks, Condition, FactView, Source
-from proa.kernels.kernel_info import NATIVE
+from proa.kernels.kernel_info import NATIVE, passed_self_test
 from proa.plan.context import RunnerContext
 from proa.plan.decision import Decision, Note
 from proa.plan.rules.settle import Knob, Option, settle
 from proa.units import DType
 
 COMPUTE = (DType.F32, DType.BF16)
-NONE = "none"
+NONE, FP8 = "none", "fp8"
+HARDWARE = Source.HARDWARE
 CODES = frozenset({DType.F8_E4M3, DType.F8_E5M2, DType.I32, DType.I8, DType.U8})
 """Element types of quantised weights in the hub's forms: values exist only with the scales beside them."""
 
@@ -38,6 +39,21 @@ def _on_blocks(facts: FactView) -> Blocked | None:
     return None
 
 
+def _on_codes(facts: FactView) -> Blocked | None:
+    codes, expanded = facts["stored.codes"], facts["stored.expanded"]
+    if not codes:
+        why = "; ".join(dict.fromkeys(expanded.values()))
+        return Blocked(why or "no linear map is stored as block FP8 throughout", Source.CHECKPOINT)
+    for kernel in ("plan.matmul_kernel", "plan.moe_kernel"):
+        if facts[kernel] not in (NATIVE, None):
+            return Blocked(f"{facts[kernel]} does not compute on FP8 codes ({kernel.partition('.')[2]})", HARDWARE)
+    return None
+
+
+def _byte_tables(facts: FactView) -> Blocked | None:
+    return None if "avx512vbmi" in facts["caps.isa"] else Blocked("this CPU has no avx512vbmi", HARDWARE)
+
+
 def _no_kernels_on_codes(_: FactView) -> Blocked:
     return Blocked("no kernel computes on this stored form", Source.CONSTRAINT)
 
@@ -57,6 +73,13 @@ BLOCKS = Condition(
     id="quantization.kernels", reads=("stored.blocks", "plan.matmul_kernel"), blocks=Blocks.ALWAYS, check=_on_blocks
 )
 KEPT = Condition(id="quantization.kept_codes", reads=(), blocks=Blocks.ALWAYS, check=_no_kernels_on_codes)
+CODES_FIT = Condition(
+    id="quantization.fp8_kernels",
+    reads=("stored.codes", "stored.expanded", "plan.matmul_kernel", "plan.moe_kernel"),
+    blocks=Blocks.ALWAYS,
+    check=_on_codes,
+)
+VBMI = Condition(id="quantization.vbmi", reads=("caps.isa",), blocks=Blocks.ALWAYS, check=_byte_tables)
 VNNI = Condition(id="quantization.vnni", reads=("caps.isa",), blocks=Blocks.ALWAYS, check=_dot_products)
 ROUNDED = Condition(id="quantization.float32", reads=("plan.dtype",), blocks=Blocks.AUTO, check=_not_float32)
 
@@ -95,7 +118,7 @@ def _noting_mix(decision: Decision[DType], stored: Mapping[str, int]) -> Decisio
 
 
 def quantization(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
-    """The weight format that runs: the stored blocks where kernels compute on them, else `none` (the compute dtype).
+    """The weight format that runs: the stored one where kernels compute on it, else `none` (the compute dtype).
 
     Only the runner's own tensors are looked at: a plain draft beside a quantised target is not quantised.
     """
@@ -113,10 +136,7 @@ def quantization(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
         )
         for name in sorted(blocks, key=lambda name: -counts[name])
     ]
-    kept += [
-        Option(value=name, rule="quantization.kept", reason="", source=Source.CHECKPOINT, requires=(KEPT,))
-        for name in dict.fromkeys(format.split()[0] for format in facts["stored.formats"])
-    ]
+    kept += [_kept_codes(name, facts) for name in dict.fromkeys(map(_method, facts["stored.formats"]))]
     reason = _stored_reason(blocks, facts)
     reads = ("stored.tensors", "stored.formats", "stored.unread", "checkpoint.quant")
     none = Option(value=NONE, rule="quantization.none", reason=reason, source=Source.CHECKPOINT, reads=reads)
@@ -125,6 +145,28 @@ def quantization(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
     if kept and decision.value == NONE and ctx.intent.quantization.is_auto:
         return replace(decision, reason=f"{reason}: {decision.reason}")
     return decision
+
+
+def _method(format: str) -> str:
+    """`fp8 128x128` -> `fp8`; one scale per tensor or row is another method."""
+    return format if format == "fp8 scaled" else format.split(maxsplit=1)[0]
+
+
+def _kept_codes(name: str, facts: Mapping[str, Any]) -> Option[str]:
+    if name != FP8:
+        return Option(value=name, rule="quantization.kept", reason="", source=Source.CHECKPOINT, requires=(KEPT,))
+    reason = f"{sum(facts['stored.codes'].values())} parameters run on the stored FP8 codes, activations as they are"
+    if expanded := facts["stored.expanded"]:
+        said = ", ".join(f"{template} ({why})" for template, why in expanded.items())
+        reason += f"; dequantised: {said}"
+    return Option(
+        value=name,
+        rule="quantization.kept",
+        reason=reason,
+        source=Source.CHECKPOINT,
+        requires=(CODES_FIT, VBMI, passed_self_test(NATIVE, "fp8")),
+        reads=("stored.formats", "stored.codes", "stored.expanded"),
+    )
 
 
 def _stored_reason(blocks: Sequence[str], facts: Mapping[str, Any]) -> str:

@@ -10,8 +10,9 @@ from proa.arch.delta_blocks import BLOCK
 from proa.choice import AUTO, Choice
 from proa.conditions import Blocked, Blocks, Condition, FactView, Source
 from proa.errors import CacheExhausted
-from proa.plan.decision import Decision
+from proa.plan.decision import Decision, Note
 from proa.plan.rules.settle import Knob, Option, settle, spelled
+from proa.units import Numerics, Switch
 
 MAX_NUM_SEQS = 32
 PREFILL_CHUNK = 512
@@ -51,6 +52,41 @@ def prefill_alignment(facts: Mapping[str, Any]) -> Decision[int]:
         reads=("engine.linear_layers",),
     )
     return settle(Knob(name="prefill_alignment", role=None, ask=AUTO), facts, (option,))
+
+
+def _has_snapshots(facts: FactView) -> Blocked | None:
+    if facts["asked.snapshots"] != 0 or not facts["target.linear_layers"]:
+        return None
+    return Blocked("linear attention goes on from a snapshot, and none are kept (--snapshots)", Source.CONSTRAINT)
+
+
+SNAPSHOTS = Condition(
+    id="prefix_cache.snapshots",
+    reads=("asked.snapshots", "target.linear_layers"),
+    blocks=Blocks.AUTO,
+    check=_has_snapshots,
+)
+
+
+def prefix_cache(ask: Choice[Switch], facts: Mapping[str, Any]) -> Decision[Switch]:
+    """Whether a prompt that begins like an earlier one is computed from there on only.
+
+    `facts` has `target.numerics`, `target.linear_layers` and `asked.snapshots`.
+    """
+    on = Option(
+        value=Switch.ON,
+        rule="prefix_cache.on",
+        reason="prompts often begin alike, and pages that are needed otherwise are given up",
+        source=Source.DEFAULT,
+        requires=(SNAPSHOTS,),
+    )
+    off = Option(value=Switch.OFF, rule="prefix_cache.off", reason="nothing could be used", source=Source.CONSTRAINT)
+    decision = settle(Knob(name="prefix_cache", role=None, ask=ask), facts, (on, off))
+    if decision.value is Switch.OFF or facts["target.numerics"] is Numerics.EXACT:
+        return decision
+    why = "rows computed in other company differ in their last bits, and answers after a hit may (--numerics exact)"
+    inputs = {**decision.inputs, "target.numerics": facts["target.numerics"]}
+    return replace(decision, inputs=inputs, notes=(*decision.notes, Note(condition="prefix_cache.exact", reason=why)))
 
 
 def _number(knob: str, ask: Choice[int], default: int, reason: str) -> Decision[int]:

@@ -63,7 +63,10 @@ class NextNDrafter:
 
     def observe(self, hidden: Sequence[HiddenRows]) -> None:
         for entry in hidden:
-            self._observed.setdefault(entry.request_id, _Observed(entry.request_id)).add(entry)
+            if entry.request_id not in self._observed:
+                cached = self._tables.length(entry.request_id)
+                self._observed[entry.request_id] = _Observed(entry.request_id, cached)
+            self._observed[entry.request_id].add(entry)
 
     def prefill(self, context: DraftContext) -> None:
         """Nothing yet: `propose` catches up on whatever the draft lacks, inside the step's transaction."""
@@ -137,7 +140,7 @@ class NextNDrafter:
         """[len(rows), D]: the target's, or for the one row after those the draft's own."""
         if rows.start < draft.final:
             request_id = draft.request.request_id
-            return self._observed.get(request_id, _Observed(request_id)).read(rows)
+            return self._observed.get(request_id, _Observed(request_id, 0)).read(rows)
         if draft.own is None:
             raise RuntimeError(
                 f"request {draft.request.request_id}: the draft runner gave no hidden rows to go on from"
@@ -154,11 +157,11 @@ class NextNDrafter:
 
 
 class _Observed:
-    """The target's hidden rows of one request from position `start` on, in the pieces in which they came."""
+    """The target's hidden rows of one request from position `start` on, in the pieces in which they come."""
 
-    def __init__(self, request_id: int) -> None:
+    def __init__(self, request_id: int, start: int) -> None:
         self._request_id = request_id
-        self._start = self._stop = 0
+        self._start = self._stop = start
         self._pieces: deque[torch.Tensor] = deque()
 
     def add(self, hidden: HiddenRows) -> None:

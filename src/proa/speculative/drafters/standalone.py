@@ -1,15 +1,20 @@
 """Drafts with an independent smaller model: one forward per proposed token, over all requests at once.
 
-Owns no cache: its runner's block tables are a participant of the step's transaction, in which `propose` is called. Rows
-of tokens before the anchor are final and settled at once; the anchor's and those of proposed tokens are tentative.
+Owns no cache: what its runner holds takes part in the step's transaction, in which `propose` is called. Rows of tokens
+before the anchor are final and settled at once; the anchor's and those of proposed tokens are tentative.
+
+A model with states computes a prompt by blocks and generated rows one by one (arch/delta_blocks.py: BLOCK). There, what
+is missing before the anchor is filled in first, request by request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from proa.arch.delta_blocks import BLOCK
+from proa.cache.state import StateTables
 from proa.errors import CacheExhausted
 from proa.runner.batch import RowSpan
 from proa.speculative.drawing import Draft, Drawing, forwards, useful_limit
@@ -21,9 +26,9 @@ class StandaloneDrafter:
     """Draws each token as the target will (speculative/drawing.py).
 
     The first `draft_vocab` logits of the draft mean the same tokens as the target's. A request with another token in it
-    gets no proposal, and neither does one for which the draft has no pages; nothing fails. `vocab` is the target's,
-    `prefill_chunk` bounds the rows of one forward. No token is proposed for a position from `max_positions` on: the
-    draft was not trained for those. None: there is no such limit.
+    gets no proposal, and neither does one for which the draft has no pages or slots; nothing fails. `vocab` is the
+    target's, `prefill_chunk` bounds the rows of one forward. No token is proposed for a position from `max_positions`
+    on: the draft was not trained for those. None: there is no such limit.
     """
 
     needs_hidden = False
@@ -41,7 +46,7 @@ class StandaloneDrafter:
     ) -> None:
         self.max_tokens = max_tokens
         self._runner = runner
-        self._tables = runner.tables
+        self._tables, self._states = runner.tables, runner.states
         self._draft_vocab = min(draft_vocab, vocab)
         self._prefill_chunk = prefill_chunk
         self._max_positions = max_positions
@@ -55,7 +60,7 @@ class StandaloneDrafter:
 
     def propose(self, context: DraftContext) -> Proposal:
         drafts = [self._start(request) for request in context.requests]
-        active = drafts
+        active = drafts if self._states is None else [one for one in drafts if self._catch_up(one, self._states)]
         for _ in range(self.max_tokens):
             active = [draft for draft in active if draft.is_open and self._reserve(draft)]
             if not active:
@@ -69,6 +74,8 @@ class StandaloneDrafter:
     def release(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
             self._tables.release(request_id)
+            if self._states is not None:
+                self._states.release(request_id)
 
     def _start(self, request: DraftRequest) -> Draft:
         rows = self._tables.length(request.request_id)
@@ -76,22 +83,61 @@ class StandaloneDrafter:
         limit = useful_limit(request, self._max_positions) if is_known else 0
         return Draft(request=request, limit=limit, rows=rows, tokens=list(request.tokens))
 
+    def _catch_up(self, draft: Draft, states: StateTables) -> bool:
+        """Fill in what is missing before the anchor, but for a single generated row: that one goes with the anchor."""
+        request_id, begin, end = draft.request.request_id, draft.rows, len(draft.request.tokens) - 1
+        border = len(draft.request.sampling.prompt)
+        if not draft.is_open or (begin >= border and end - begin <= 1):
+            return draft.is_open
+        snapshots = draft.request.snapshots if states.pool.num_free > len(draft.request.snapshots) else ()
+        if not states.pool.num_free:
+            return False
+        try:
+            self._tables.reserve(request_id, end - begin)
+        except CacheExhausted:
+            return False
+        self._tables.settle(request_id, end - begin)
+        states.settle(request_id, end - begin)
+        for rows in _blocks(begin, border, end, self._prefill_chunk):
+            made = [after for after in snapshots if rows.start < after <= rows.stop]
+            states.extend(request_id, len(rows), is_revocable=False, snapshots=made)
+            self._runner.forward([self._span(draft, rows)])
+        draft.rows = end
+        return True
+
     def _reserve(self, draft: Draft) -> bool:
         """Room for the rows of the next forward. Everything before the anchor is settled, the first time."""
         request_id = draft.request.request_id
         committed = self._tables.length(request_id)
         try:
             self._tables.reserve(request_id, len(draft.tokens) - committed)
+            if self._states is not None:
+                self._extend(draft, self._states, committed)
         except CacheExhausted:
             return False
-        self._tables.settle(request_id, len(draft.request.tokens) - 1 - committed)
+        final = len(draft.request.tokens) - 1 - committed
+        self._tables.settle(request_id, final)
+        if self._states is not None:
+            self._states.settle(request_id, final)
         return True
+
+    def _extend(self, draft: Draft, states: StateTables, committed: int) -> None:
+        """Slots for the rows of the next forward, or as many reserved rows as before."""
+        request_id = draft.request.request_id
+        try:
+            states.extend(request_id, len(draft.tokens) - draft.rows, is_revocable=True)
+        except CacheExhausted:
+            self._tables.discard(request_id)
+            self._tables.reserve(request_id, draft.rows - committed)
+            raise
 
     def _forward(self, drafts: Sequence[Draft]) -> torch.Tensor:
         """Fill in the rows that the drafts lack; return the logits [len(drafts), draft_vocab] of their last rows."""
         last: dict[int, torch.Tensor] = {}
-        wanted = ((draft, range(draft.rows, len(draft.tokens))) for draft in drafts)
-        for part in forwards(wanted, self._prefill_chunk):
+        wanted = [(draft, range(draft.rows, len(draft.tokens))) for draft in drafts]
+        # With states these are anchors and few more: rows of one request must not be cut.
+        most = self._prefill_chunk if self._states is None else sum(len(rows) for _, rows in wanted)
+        for part in forwards(wanted, most):
             logits = self._runner.forward([self._span(draft, rows) for draft, rows in part]).logits
             ending = [draft for draft, rows in part if rows.stop == len(draft.tokens)]
             last |= {draft.request.request_id: row for draft, row in zip(ending, logits, strict=True)}
@@ -101,9 +147,27 @@ class StandaloneDrafter:
 
     def _span(self, draft: Draft, rows: range) -> RowSpan:
         return RowSpan(
-            phase=Phase.DECODE if len(rows) == 1 else Phase.PREFILL,
+            phase=self._phase(draft, rows),
             tokens=draft.tokens[rows.start : rows.stop],
             start=rows.start,
             pages=self._tables.pages(draft.request.request_id),
             logits=(len(rows) - 1,) if rows.stop == len(draft.tokens) else (),
+            state=None if self._states is None else self._states.span(draft.request.request_id),
         )
+
+    def _phase(self, draft: Draft, rows: range) -> Phase:
+        if self._states is not None and rows.start < len(draft.request.sampling.prompt):
+            return Phase.PREFILL
+        if len(rows) == 1:
+            return Phase.DECODE
+        return Phase.PREFILL if self._states is None else Phase.VERIFY
+
+
+def _blocks(begin: int, border: int, end: int, most: int) -> Iterator[range]:
+    """Rows [begin, end), cut at `border`, where the prompt ends: those before it at whole blocks, in parts of about
+    `most`; few of those after it at once, as of proposals."""
+    part = max(1, most // BLOCK) * BLOCK
+    for start in range(begin, border, part):
+        yield range(start, min(start + part, border))
+    for start in range(max(begin, border), end, BLOCK):
+        yield range(start, min(start + BLOCK, end))

@@ -121,9 +121,11 @@ static inline void weigh_rows(const T* weights, const T* const* row, int count, 
     for (int m = 0; m < M; m++) for (int b = 0; b < 2 * NB; b++) store(total[m] + d + 16 * b, acc[m][b]);
 }
 
-// M absorbed queries `ld` apart, query m at position at[m]; their attended rows [rank] take their place.
+// M absorbed queries `ld` apart, query m at position at[m]; their attended rows [rank] take their place. `chosen`: positions
+// that they see, in ascending order, at[m] being the place of the last one; null: every position up to their own.
 template <class T, int M>
-static inline void attend_latent(T* q, int64_t ld, const int64_t (&at)[M], const Latent& w, const int32_t* table, float scale) {
+static inline void attend_latent(T* q, int64_t ld, const int64_t (&at)[M], const Latent& w, const int32_t* table,
+                                 const int32_t* chosen, float scale) {
     const int64_t R = w.rank;
     float best[M], mass[M];
     alignas(64) float total[M][MAX_RANK];
@@ -138,7 +140,7 @@ static inline void attend_latent(T* q, int64_t ld, const int64_t (&at)[M], const
         const int count = int(last - tile0 + 1 < SPAN ? last - tile0 + 1 : SPAN);
         const T* row[SPAN];
         for (int p = 0; p < SPAN; p++) {  // rows that nobody may have written repeat a valid one and weigh nothing
-            const int64_t position = tile0 + (p < count ? p : 0);
+            const int64_t place = tile0 + (p < count ? p : 0), position = chosen ? chosen[place] : place;
             row[p] = (const T*)w.rows + (table[position / w.page_size] * w.page_size + position % w.page_size) * w.row();
         }
         alignas(64) float scores[M][SPAN];
@@ -200,8 +202,8 @@ template <class F> static inline void share_heads(int64_t heads, int64_t panels,
     }
 }
 
-// a queries [rows, heads, nope + rope], b Latent, f scale -> out [rows, heads * value]. tmp [rows, heads, padded]: absorbed
-// queries, then attended rows.
+// a queries [rows, heads, nope + rope], b Latent, e lists of chosen rows (sparse.h), m apart, or null, f scale -> out
+// [rows, heads * value]. tmp [rows, heads, padded]: absorbed queries, then attended rows.
 template <class T> static void latent_attention(const Op& op, const Batch& batch) {
     const Latent& w = *(const Latent*)op.b;
     const int64_t rows = batch.rows, ld = w.padded(), H = w.heads, Q = w.query(), R = w.rank, V = w.value_size;
@@ -218,11 +220,14 @@ template <class T> static void latent_attention(const Op& op, const Batch& batch
     }
 #pragma omp barrier
     const int64_t team = omp_get_num_threads(), rounds = (rows * H + team * ROWS - 1) / (team * ROWS);
-    share_queries(batch, H, 1, (rows * H + team * rounds - 1) / (team * rounds), [&](auto n, const Rows& one, int64_t, int64_t first) {
+    int64_t width = (rows * H + team * rounds - 1) / (team * rounds);
+    while (op.e && H % width) width--;  // rows see different lists
+    share_queries(batch, H, 1, width, [&](auto n, const Rows& one, int64_t, int64_t first) {
         constexpr int M = decltype(n)::value;
+        const int32_t* list = op.e ? (const int32_t*)op.e + (one.first + first / H) * op.m : nullptr;
         int64_t at[M];
-        for (int m = 0; m < M; m++) at[m] = one.start + (first + m) / H;
-        attend_latent<T, M>(absorbed + (one.first * H + first) * ld, ld, at, w, one.table, float(op.f));
+        for (int m = 0; m < M; m++) at[m] = list ? list[0] - 1 : one.start + (first + m) / H;
+        attend_latent<T, M>(absorbed + (one.first * H + first) * ld, ld, at, w, one.table, list ? list + 1 : nullptr, float(op.f));
     });
 #pragma omp barrier
     const int64_t panels = (V + 15) / 16;

@@ -1,12 +1,13 @@
 // One linear map of any packed form, applied by a running OpenMP team. The forms share one calling pattern, so a caller
 // (matmul, attention input, gated MLP) does not know which it has.
 #pragma once
+#include "fp8.h"
 #include "matmul.h"
 #include "quant.h"
 
 namespace proa {
 
-enum Form : int64_t { F32, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K };
+enum Form : int64_t { F32, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, F8 };
 
 // f(FormQ8_0{}) and so on: turns the form of a quantised weight into a type. Plans use these forms where the processor has
 // the dot product; elsewhere they are not compiled, which takes most of the compiler's time.
@@ -28,7 +29,10 @@ struct Linear {  // filled by Python (native/ops.py: CLinear); rows of W are pad
     const void* packed;
     const float* bias;  // [rows padded to 16], or null
     int64_t form, out, in;
+    const float* scales;  // of form F8: [panels][blocks of `block` k]
+    int64_t block;
     int64_t panels() const { return (out + 15) / 16; }
+    Codes codes() const { return {(const uint8_t*)packed, scales, in, block}; }
 };
 
 // Room for quantised activations, [rows]: values, scales and sums one after the other. See scratch_bytes().
@@ -60,15 +64,19 @@ static inline void quant_product(const Linear& w, int64_t rows, void* scratch, R
     }
 }
 
+// Rows [0, rows) times panels [p0, p1) of a form that takes activations as they are.
+template <class T, class Finish>
+static inline void multiply(const Linear& w, int64_t rows, const T* x, int64_t ldx, int64_t p0, int64_t p1, Finish finish) {
+    if (w.form == F8) code_product(rows, x, ldx, w.codes(), p0, p1, finish);
+    else product<T>(rows, x, ldx, (const T*)w.packed, w.in, p0, p1, finish);
+}
+
 // y = x W^T + b for x [rows, in], rows `ldx` apart. Every thread of the team calls it; `finish(row, first column, 16 sums)` may run on any.
 template <class T, class Finish>
 static inline void apply(const Linear& w, const T* x, int64_t ldx, int64_t rows, void* scratch, Finish finish) {
     auto with_bias = [&](int64_t m, int64_t n, f32x16 v) { finish(m, n, w.bias ? v + load<f32x16>(w.bias + n) : v); };
     const Range share = my_share(w.panels());
-    if (w.form == F32 || w.form == BF16) {
-        product<T>(rows, x, ldx, (const T*)w.packed, w.in, share.begin, share.end, with_bias);
-        return;
-    }
+    if (w.form == F32 || w.form == BF16 || w.form == F8) return multiply(w, rows, x, ldx, share.begin, share.end, with_bias);
     const Range mine = my_share(rows);
     for (int64_t m = mine.begin; m < mine.end; m++) quantise_row(x + m * ldx, w.in, quantised_row(scratch, rows, w.in, m));
 #pragma omp barrier
@@ -77,6 +85,7 @@ static inline void apply(const Linear& w, const T* x, int64_t ldx, int64_t rows,
 
 // Row `n` of W as float32.
 template <class T> static inline void unpack_row(const Linear& w, int64_t n, float* y) {
+    if (w.form == F8) return unpack_code_row(w.codes(), n, y);
     if (w.form >= Q8_0)
         return with_form(w.form, [&](auto form) { unpack_quant_row<decltype(form)>((const uint8_t*)w.packed, n, w.in, y); });
     constexpr int U = Unit<T>::U;

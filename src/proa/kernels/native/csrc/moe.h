@@ -4,7 +4,7 @@
 // work by its cost, never a sum; each entry's result is rounded as a gated MLP's and the row adds them up in its own order:
 // the rows beside it do not enter.
 //
-// Packed slots, one after the other: `down` as matmul.h says; `gate_up` with a gate panel and the up panel of the same 16
+// Packed slots, one after the other: `down` as matmul.h or fp8.h says; `gate_up` with a gate panel and the up panel of the same 16
 // elements in turn, so that one thread has both.
 #pragma once
 #include "linear.h"
@@ -24,7 +24,7 @@ struct Router {  // native/moe.py: CRouter. The rules are those of arch/blocks.p
 };
 
 struct Experts {  // native/moe.py: CExperts
-    const void *gate_up, *down;
+    Linear gate_up, down;  // of all slots: `out` rows each
     int64_t slots, hidden, width;
     const void* gate;  // [hidden], or null
 };
@@ -170,6 +170,14 @@ template <class F> static inline void share_slots(const int32_t* start, int64_t 
     }
 }
 
+// One slot's part of the weights of all slots.
+template <class T> static inline Linear slot_of(Linear w, int64_t slot) {
+    const int64_t size = w.form == F8 ? 1 : sizeof(T);
+    w.packed = (const char*)w.packed + slot * w.out * w.in * size;
+    if (w.form == F8) w.scales += slot * w.panels() * w.codes().blocks();
+    return w;
+}
+
 // a x [rows, hidden], b Experts, c slots int32 [rows, n], d weights [rows, n], e shared [rows, hidden] or null, f scale
 // -> out [rows, hidden]. tmp [rows * n, hidden + width]: the entries' rows of x, later their results; then gated elements.
 // scratch int32 [slots + 1 + rows * n].
@@ -186,9 +194,8 @@ template <class T> static void experts(const Op& op, int64_t rows) {
     for (int64_t i = copied.begin; i < copied.end; i++) std::memcpy(gathered + place[i] * D, x + i / k * D, D * sizeof(T));
 #pragma omp barrier
     share_slots(start, w.slots, W / 16, [&](int64_t first, int64_t count, int64_t slot, int64_t begin, int64_t end) {
-        const T* packed = (const T*)w.gate_up + slot * 2 * W * D;
         T* to = hidden + first * W;
-        product<T>(count, gathered + first * D, D, packed, D, 2 * begin, 2 * end, [&](int64_t m, int64_t n, f32x16 v) {
+        multiply(slot_of<T>(w.gate_up, slot), count, gathered + first * D, D, 2 * begin, 2 * end, [&](int64_t m, int64_t n, f32x16 v) {
             T* at = to + m * W + n / 32 * 16;
             if (n % 32 == 0) return store16(at, v);
             T up[16];
@@ -198,10 +205,9 @@ template <class T> static void experts(const Op& op, int64_t rows) {
     });
 #pragma omp barrier
     share_slots(start, w.slots, D / 16, [&](int64_t first, int64_t count, int64_t slot, int64_t begin, int64_t end) {
-        const T* packed = (const T*)w.down + slot * W * D;
         T* to = gathered + first * D;
-        product<T>(count, hidden + first * W, W, packed, W, begin, end,
-                   [&](int64_t m, int64_t n, f32x16 v) { store16(to + m * D + n, v); });
+        multiply(slot_of<T>(w.down, slot), count, hidden + first * W, W, begin, end,
+                 [&](int64_t m, int64_t n, f32x16 v) { store16(to + m * D + n, v); });
     });
 #pragma omp barrier
     const Range mine = my_share(rows);

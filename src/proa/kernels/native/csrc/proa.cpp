@@ -6,6 +6,7 @@
 #include "delta.h"
 #include "latent.h"
 #include "moe.h"
+#include "sparse.h"
 
 namespace proa {
 
@@ -58,6 +59,16 @@ template <class T> static void gate(const Op& op, int64_t rows) {
     for (int64_t m = mine.begin; m < mine.end; m++) {
         const T *x = (const T*)op.a + m * op.n, *g = (const T*)op.b + m * op.m;
         for (int64_t d = 0; d < op.n; d += 16) store16((T*)op.out + m * op.n + d, load16(x + d) * sigmoid(load16(g + d)));
+    }
+}
+
+// a x [rows, n], f beta, m original -> out [rows, n]: x times 1 + beta ln(1 + floor(position / original))
+template <class T> static void scale(const Op& op, const Batch& batch) {
+    const Range mine = my_share(batch.rows);
+    for (int64_t m = mine.begin; m < mine.end; m++) {
+        const float factor = 1.f + float(op.f) * std::log1p(float(batch.positions[m] / op.m));
+        const T* x = (const T*)op.a + m * op.n;
+        for (int64_t d = 0; d < op.n; d++) ((T*)op.out)[m * op.n + d] = from_float<T>(to_float(x[d]) * factor);
     }
 }
 
@@ -186,6 +197,8 @@ template <class T> static void execute(const Op& op, const Batch& batch) {
         case EXPERTS: return experts<T>(op, rows);
         case DELTA: return delta<T>(op, batch);
         case GATE: return gate<T>(op, rows);
+        case SCALE: return scale<T>(op, batch);
+        case INDEX: return index_rows<T>(op, batch);
         case LATENT_WRITE: return latent_write<T>(op, batch);
         case LATENT_ATTENTION: return latent_attention<T>(op, batch);
         case NORM: return norm<T>(op, rows);
@@ -228,20 +241,23 @@ extern "C" {
 
 int64_t proa_scratch_bytes(int64_t rows, int64_t in) { return scratch_bytes(rows, in); }
 
-void proa_pack(int64_t is_bf16, const void* w, int64_t out, int64_t in, void* packed) {
-    if (is_bf16) pack((const bf16*)w, out, in, (bf16*)packed);
-    else pack((const float*)w, out, in, (float*)packed);
+// Rows of a plain type, or of the codes of F8 -> panels.
+void proa_pack(int64_t form, const void* w, int64_t out, int64_t in, void* packed) {
+    if (form == BF16) pack((const bf16*)w, out, in, (bf16*)packed);
+    else if (form == F32) pack((const float*)w, out, in, (float*)packed);
+    else pack((const uint8_t*)w, out, in, (uint8_t*)packed);
 }
 
 // Experts [slots][out][in] -> their panels, in place (moe.h).
-void proa_pack_slots(int64_t is_bf16, void* w, int64_t slots, int64_t out, int64_t in, int64_t halves) {
-    if (is_bf16) pack_slots((bf16*)w, slots, out, in, halves);
-    else pack_slots((float*)w, slots, out, in, halves);
+void proa_pack_slots(int64_t form, void* w, int64_t slots, int64_t out, int64_t in, int64_t halves) {
+    if (form == BF16) pack_slots((bf16*)w, slots, out, in, halves);
+    else if (form == F32) pack_slots((float*)w, slots, out, in, halves);
+    else pack_slots((uint8_t*)w, slots, out, in, halves);
 }
 
-// Bytes that one row takes in panels of `form`.
+// Bytes that one row takes in panels of a quantised `form`, 0 where this processor has no products of it.
 int64_t proa_row_bytes(int64_t form, int64_t in) {
-    int64_t bytes = 0;
+    int64_t bytes = form == F8 && HAS_CODES ? in : 0;
     with_form(form, [&](auto f) { bytes = in / BLOCK * decltype(f)::SIZE / 16; });
     return bytes;
 }
