@@ -28,12 +28,16 @@ from tests.engine.table_model import request as asked_of
 from tests.engine.table_model import run, tokens_of
 from tests.factories.headers import LAPTOP, planned
 from tests.factories.native import probed, why_not
+from tests.factories.oracles import chunk_of
 from tests.factories.runners import Rows
 from tests.speculative.worlds import state
 
 pytestmark = pytest.mark.oracle
 
-FAMILIES = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+FAMILIES = (
+    "glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa",
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text",
+)  # fmt: skip
 FORMS = ("plain", "fp8", "fp8_plain_draft")
 BACKENDS = ("reference", "native")
 FOUND = probed()
@@ -92,7 +96,7 @@ def pairs(path: Path) -> Callable[[str], Pair]:
         if backend not in built:
             caps = LAPTOP if backend == "reference" else replace(FOUND.caps, device="cpu")
             asks = {"dtype": "float32", "matmul_kernel": backend, "max_model_len": 256, "prefill_chunk": 7}
-            resolved = planned(path, caps=caps, speculative="nextn", num_draft_tokens=K, **asks)
+            resolved = planned(path, caps=caps, speculative="nextn", num_draft_tokens=K, prefix_cache="off", **asks)
             built[backend] = pair_of(resolved)
             runners = (built[backend].target, built[backend].draft)
             assert {runner.describe()["matmul_kernel"] for runner in runners} == {backend}
@@ -134,7 +138,7 @@ def test_the_layer_gives_the_reference_s_logits_after_every_token_and_along_the_
     reference: Reference, pairs: Callable[[str], Pair], backend: str, chunk: int
 ) -> None:
     pair = pairs(backend)
-    hidden = hidden_of(pair, reference.tokens[:-1], chunk)
+    hidden = hidden_of(pair, reference.tokens[:-1], chunk_of(pair.target, chunk))
     assert_close(hidden, reference.hidden)
     rows, after = Rows(pair.draft, 1, 128), reference.tokens[1:]
     starts = range(0, len(after), chunk)

@@ -81,7 +81,7 @@ class NextRunner:
         used = Counter(page for span in spans for page in span.pages)
         assert all(self.tables.pool.owners(page) for page in used), "a page is used that nobody owns"
         written = {page for span in spans for page in span.pages[span.start // self.tables.page_size :]}
-        assert all(used[page] == self.tables.pool.owners(page) == 1 for page in written), "a written page has two owners"
+        assert all(used[page] == self.tables.pool.owners(page) == 1 for page in written), "a page has two owners"
         logits, own = [], []
         for span in spans:
             assert span.hidden is not None and span.hidden.shape == (len(span.tokens), 2)

@@ -5,8 +5,11 @@ Every plain answer comes from a run without prefix reuse; the others reuse what 
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -181,6 +184,52 @@ def memory_of(plain: LLM, family: str) -> int:
     told = plain.explain()
     page = told["memory"]["page_bytes"]["target"] * (2 if family != "llama" else 1.4)
     return int(2.2 * 256 / told["runners"]["target"]["decisions"]["page_size"]["value"] * page)
+
+
+# 99.99 % of chi-square with 26 degrees of freedom, from a table.
+MOST = 61.6
+THREE = (20, 21, 22)
+
+
+def test_rejection_with_a_next_token_layer_has_the_distribution_of_plain_sampling(write: Callable[..., Path]) -> None:
+    model, prompt, asks = write("qwen3_5"), PROMPTS[4], {"speculative": "nextn", "num_draft_tokens": 2, **SETTINGS}
+    params = [
+        SamplingParams(temperature=2.0, seed=seed, n=8, max_tokens=3, allowed_token_ids=THREE, ignore_eos=True)
+        for seed in range(100)
+    ]
+    with LLM(str(model), verification="rejection", dtype="float32", **asks) as llm:
+        wanted = distribution(llm, prompt, temperature=2.0)
+        before = llm.stats()["speculative_decoding"]["num_draft_tokens"]
+        outputs = llm.generate([prompt] * len(params), params)
+        stats, pages = llm.stats()["speculative_decoding"], pools(llm)
+    said = Counter(choice.token_ids for output in outputs for choice in output.outputs)
+    assert 0.1 < stats["acceptance_rate"] < 0.95
+    assert stats["num_draft_tokens"] - before > 500
+    total = sum(said.values())
+    assert sum((said[tokens] - total * p) ** 2 / (total * p) for tokens, p in wanted.items()) < MOST
+    with LLM(str(model), verification="coupled", dtype="float32", **asks) as llm:
+        assert pools(llm) == pages
+
+
+def distribution(llm: LLM, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
+    """Of three tokens of three ids, from the model's log probabilities of prompts that end with them."""
+    endings = list(product(THREE, repeat=3))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    known: dict[tuple[int, ...], float] = {}
+    for ending, output in zip(endings, llm.generate([[*prompt, *one] for one in endings], params), strict=True):
+        for count in (1, 2, 3):
+            row = output.prompt_logprobs[len(prompt) + count - 1]
+            known[ending[:count]] = math.exp(row[ending[count - 1]].logprob / temperature)
+    return {
+        ending: math.prod(
+            known[ending[:count]] / sum(known[*ending[: count - 1], token] for token in THREE) for count in (1, 2, 3)
+        )
+        for ending in endings
+    }
+
+
+def pools(llm: LLM) -> dict[str, int]:
+    return {knob: entry["value"] for knob, entry in llm.explain()["engine"].items() if knob.startswith("memory.")}
 
 
 def watch_preemptions(engine) -> list[int]:

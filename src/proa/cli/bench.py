@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from proa.choice import Choice, Origin, OriginSource
 from proa.cli.output import Output
 from proa.config.intent import EngineConfig
-from proa.units import Switch
 
 if TYPE_CHECKING:
     from proa.bench.offline import Figure
@@ -38,7 +35,7 @@ def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> i
     from proa.cli.loading import open_llm
 
     work = workloads(args.prompt_tokens, args.new_tokens, args.batch)
-    with open_llm(without_reuse(config), out) as llm, open_peer(args.peer, llm, out) or nullcontext() as peer:
+    with open_llm(config, out, is_cold=True) as llm, open_peer(args.peer, llm, out) or nullcontext() as peer:
         figures = measure(llm, peer, work, args.rounds)
         if args.json:
             out.json(as_json(llm, peer, figures))
@@ -46,14 +43,6 @@ def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> i
             for line in table(llm, peer, figures):
                 out.line(line)
     return 0
-
-
-def without_reuse(config: EngineConfig | None) -> EngineConfig | None:
-    """Without an ask, every round computes its prompts: what is measured would not be there else."""
-    if config is None or not config.cache.prefix_cache.is_auto:
-        return config
-    off = Choice(value=Switch.OFF, origin=Origin(source=OriginSource.DEFAULT, where="proa bench"))
-    return replace(config, cache=replace(config.cache, prefix_cache=off))
 
 
 def open_peer(asked: str, llm: LLM, out: Output) -> Peer | None:

@@ -18,7 +18,7 @@ from proa.errors import CheckFailed
 from proa.kernels.caps import read_caps
 from proa.kernels.verdicts import PASSED
 from proa.plan.explain import cost_lines
-from proa.units import Algorithm, Switch
+from proa.units import Algorithm
 
 if TYPE_CHECKING:
     from proa.evals.health import Health
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> i
     from proa.evals.health import health
     from proa.kernels.probe import retest
 
-    with open_llm(with_proposals(config), out) as llm:
+    with open_llm(with_proposals(config), out, is_cold=True) as llm:
         verdicts = retest(read_caps("cpu"), read_environment().cache_dir)
         found = with_self_tests(health(llm), llm, verdicts)
         if args.json:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> i
 
 def with_proposals(config: EngineConfig | None) -> EngineConfig | None:
     """Without a draft and without an ask, n-grams propose, and always so many: there has to be something to verify,
-    whether or not it pays. Nor is anything reused: each answer is to be computed whole."""
+    whether or not it pays."""
     if config is None:
         return None
     asked, origin = config.speculative, Origin(source=OriginSource.DEFAULT, where="proa check")
@@ -60,10 +60,7 @@ def with_proposals(config: EngineConfig | None) -> EngineConfig | None:
         asked = replace(asked, algorithm=Choice(value=Algorithm.NGRAM, origin=origin))
     if asked.num_draft_tokens.is_auto and asked.algorithm.value is not Algorithm.NONE:
         asked = replace(asked, num_draft_tokens=Choice(value=LENGTH, origin=origin))
-    cache = config.cache
-    if cache.prefix_cache.is_auto:
-        cache = replace(cache, prefix_cache=Choice(value=Switch.OFF, origin=origin))
-    return replace(config, speculative=asked, cache=cache)
+    return replace(config, speculative=asked)
 
 
 def with_self_tests(found: Health, llm: LLM, verdicts: Mapping[str, str]) -> Health:

@@ -32,10 +32,7 @@ def expert_sizes(spec: DecoderSpec) -> Sizes:
 def latent_sizes(spec: DecoderSpec) -> Sizes:
     """What latent attention works along beside whole vectors; empty without it."""
     return _collected(
-        size
-        for layer in spec.layers
-        if isinstance(layer.mixer, MLASpec)
-        for size in _latent_sizes(layer.mixer)
+        size for layer in spec.layers if isinstance(layer.mixer, MLASpec) for size in _latent_sizes(layer.mixer)
     )
 
 
