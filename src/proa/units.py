@@ -77,6 +77,10 @@ class Storage(NamedTuple):
 class DType(Enum):
     """Stored and compute element types, without torch. GGUF block formats are element types of a stored tensor too."""
 
+    __hash__ = (
+        object.__hash__
+    )  # members are single; Enum's own, by name, is Python code that big checkpoints call often
+
     F64 = "float64"
     F32 = "float32"
     F16 = "float16"
