@@ -88,10 +88,12 @@ class Steps:
         return 1000 * self.seconds / self.number
 
 
-def open_target(model: Path, threads: int, num_draft_tokens: int) -> Assembled:
-    """Everything of one engine that may verify up to `num_draft_tokens` proposed tokens per request."""
+def open_target(model: Path, threads: int, num_draft_tokens: int, **asks: Any) -> Assembled:
+    """Everything of one engine that may verify up to `num_draft_tokens` proposed tokens per request. `asks`: more
+    settings, as for LLM."""
     environment = read_environment()
     settings: dict[str, Any] = {"threads": threads, "max_model_len": 1024, "speculative": "none", "prefix_cache": "off"}
+    settings |= asks
     if num_draft_tokens:
         settings |= {"speculative": "ngram", "num_draft_tokens": num_draft_tokens}
     config = merged(model, settings)

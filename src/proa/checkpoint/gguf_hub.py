@@ -7,7 +7,6 @@ listed or refused further on, never dropped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -105,7 +104,7 @@ def hub_tensors(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, TensorIn
             raise CheckpointError("checkpoint/duplicate-tensor", f"{gguf.path.name}: {names} both stand for {name}")
         count = heads.get(name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2])
         order = RopePermuted(heads=count) if count is not None else None
-        tensors[name] = replace(tensor, name=name, row_order=order)
+        tensors[name] = tensor._replace(name=name, row_order=order)
     return tensors
 
 

@@ -152,10 +152,11 @@ def _end_of_data(tensors: list[TensorInfo], start: int) -> int:
 def _naturals(value: object) -> tuple[int, ...] | None:
     if not isinstance(value, list):
         return None
-    for item in cast("list[object]", value):
+    items = cast("list[int]", value)
+    for item in items:
         if type(item) is not int or item < 0:
             return None
-    return tuple(cast("list[int]", value))
+    return tuple(items)
 
 
 def _truncated(path: Path, size: int, expected: int) -> CheckpointError:

@@ -7,7 +7,6 @@ further on, never dropped.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -163,7 +162,7 @@ def hub_tensors(tensors: Collection[TensorInfo], *, vision: bool) -> dict[str, T
         if name in found:
             both = f"{found[name].stored_name} and {tensor.stored_name}"
             raise CheckpointError("checkpoint/duplicate-tensor", f"{tensor.file.name}: {both} both stand for {name}")
-        found[name] = replace(tensor, name=name)
+        found[name] = tensor._replace(name=name)
     return found
 
 

@@ -19,6 +19,8 @@ from proa.units import DType
 class Form(Enum):
     """How the values of one weight are stored."""
 
+    __hash__ = object.__hash__  # as units.DType
+
     PLAIN = "plain"
     FP8_BLOCK = "block FP8"
     FP8_SCALED = "FP8 with one scale per tensor or row"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from proa.checkpoint.hf_config import HFView
 from proa.units import DType
@@ -21,8 +21,7 @@ class RopePermuted:
     heads: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):  # a checkpoint has up to hundreds of thousands: tuples are made fastest
     """One stored tensor. `shape` is the hub's (row-major) shape in elements; `offset` is absolute within `file`.
 
     `name` is the hub name under which the weight rules know it, `stored_name` the name in the file; they differ only

@@ -39,6 +39,8 @@ _RUNS = frozenset({Form.PLAIN, Form.FP8_BLOCK})
 class TensorState(Enum):
     """Where a stored tensor ended. The values are the keys of the ledger's JSON."""
 
+    __hash__ = object.__hash__  # as units.DType
+
     PLACED = "placed"
     FUSED = "fused"
     BORROWED = "borrowed"

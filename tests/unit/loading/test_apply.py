@@ -72,7 +72,7 @@ def test_rows_that_gguf_permuted_are_put_back(tmp_path: Path, chunk: int, monkey
     path = write_checkpoint(tmp_path / "p", config, stored | {name: permuted(stored[name], 4)})
     plan = planned(path).target
     infos = dict(plan.checkpoint.tensors)
-    infos[name] = replace(infos[name], row_order=RopePermuted(heads=4))
+    infos[name] = infos[name]._replace(row_order=RopePermuted(heads=4))
     plan = replace(plan, checkpoint=replace(plan.checkpoint, tensors=MappingProxyType(infos)))
     assert torch.equal(loaded(plan)["layers.0.attn.qkv.weight"][:64], stored[name])
 
