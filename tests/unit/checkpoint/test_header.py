@@ -92,6 +92,22 @@ def test_duplicate_tensor_names_are_refused(refused: Any) -> None:
     refused(safetensors(f'{{"a.weight": {one}, "a.weight": {one}}}', bytes(8)), "checkpoint/duplicate-key", "a.weight")
 
 
+@pytest.mark.parametrize(
+    ("metadata", "key"),
+    [
+        ('"__metadata__": {"format": "pt", "format": "np"}', "format"),
+        ('"__metadata__": {"format": "pt"}, "__metadata__": {"format": "pt"}', "__metadata__"),
+        # Numbers where texts belong have two quotes less each: ten in all hide those of a second tensor.
+        ('"__metadata__": {"a": 1, "b": 1, "c": 1, "d": 1, "e": 1}, "a.weight": ENTRY', "a.weight"),
+        ('"\\u0061.weight": ENTRY', "a.weight"),
+    ],
+)
+def test_a_key_that_appears_twice_is_refused_wherever_it_stands(refused: Any, metadata: str, key: str) -> None:
+    one = json.dumps(entry("F32", [1], 0, 4))
+    header = f'{{"a.weight": {one}, {metadata.replace("ENTRY", one)}}}'
+    refused(safetensors(header, bytes(4)), "checkpoint/duplicate-key", key)
+
+
 def test_overlapping_tensors_are_refused_and_both_are_named(refused: Any) -> None:
     header = {"first": entry("F32", [2], 0, 8), "second": entry("F32", [2], 4, 12)}
     refused(safetensors(header, bytes(12)), "checkpoint/overlap", "first", "second")
