@@ -44,7 +44,12 @@ OFFLINE = Variable(
 # Read by the test suite alone; listed because an unknown PROA_ name is an error.
 ORACLES = Variable(name="PROA_ORACLES", help="for tests: the directory of reference checkpoints", default="none")
 TEST_GGUF = Variable(name="PROA_TEST_GGUF", help="for tests: the real model's file", default="as fetched")
-VARIABLES = (CACHE_DIR, CONFIG, DEBUG, OFFLINE, ORACLES, TEST_GGUF)
+TEST_ISA = Variable(
+    name="PROA_TEST_ISA",
+    help="for tests: the CPU flags, with spaces, to compile native kernels for",
+    default="this CPU's",
+)
+VARIABLES = (CACHE_DIR, CONFIG, DEBUG, OFFLINE, ORACLES, TEST_GGUF, TEST_ISA)
 
 _SWITCH_WORDS = (("1", True), ("true", True), ("yes", True), ("on", True),
                  ("0", False), ("false", False), ("no", False), ("off", False))  # fmt: skip

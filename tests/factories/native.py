@@ -1,12 +1,16 @@
-"""This host's native kernels, compiled once per machine, for tests that need the real thing."""
+"""This host's native kernels, compiled once per machine, for tests that need the real thing.
+
+PROA_TEST_ISA has them compiled for fewer CPU flags than this host has; tests/kernels/test_avx2_variant.py uses it.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from proa.env import read_environment
+from proa.env import TEST_ISA, read_environment
 from proa.kernels.caps import read_caps
 from proa.kernels.kernel_info import has_native_vectors
 from proa.kernels.probe import Probed, probe
@@ -20,7 +24,10 @@ from tests.factories.runners import room_of
 
 
 def probed() -> Probed:
-    return probe(read_caps("cpu"), read_environment().cache_dir, lambda line: None)
+    caps, isa = read_caps("cpu"), os.environ.get(TEST_ISA.name)
+    if isa:
+        caps = replace(caps, isa=tuple(isa.split()))
+    return probe(caps, read_environment().cache_dir, lambda line: None)
 
 
 def why_not(found: Probed) -> str | None:

@@ -68,6 +68,24 @@ def test_matmul_is_the_product_with_bias(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out", "size"), [(16, 2), (64, 48), (272, 64)])
+def test_packing_in_place_gives_the_same_panels_in_the_weights_memory(
+    dense: NativeDense, dtype: torch.dtype, out: int, size: int
+) -> None:
+    weight = values(out, size).to(dtype)
+    apart, address = dense.pack(weight, None).weight, weight.data_ptr()
+    packed = dense.pack_in_place(weight, None)
+    assert packed.weight.data_ptr() == address and torch.equal(packed.weight, apart)
+
+
+def test_rows_that_do_not_fill_their_last_panel_are_packed_apart(dense: NativeDense) -> None:
+    weight = values(17, 32)
+    kept = weight.clone()
+    assert torch.equal(dense.pack_in_place(weight, None).weight, dense.pack(kept, None).weight)
+    assert torch.equal(weight, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_lookup_reads_back_the_rows_that_were_packed(dense: NativeDense, dtype: torch.dtype) -> None:
     weight, ids = values(37, 48).to(dtype), torch.tensor([36, 0, 17, 17])
     assert torch.equal(dense.lookup(dense.pack(weight, None), ids), weight[ids].float())

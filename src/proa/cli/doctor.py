@@ -19,12 +19,13 @@ from proa.env import SPIN_NAME, SPINS, Environment, read_environment
 from proa.errors import KernelUnavailable
 from proa.kernels import host
 from proa.kernels.caps import DeviceCaps, caps_to_json, read_caps
-from proa.kernels.catalog import CATALOG, ONEDNN, OPS
+from proa.kernels.catalog import BLOCK_FORMATS, CATALOG, MATMUL, ONEDNN, OPS
 from proa.kernels.delta_catalog import DELTA_OPS, ELSEWHERE, TORCH
 from proa.kernels.kernel_info import NATIVE, REFERENCE
 from proa.kernels.plugins import KernelPlugin, read_plugins
 from proa.kernels.verdicts import PASSED, with_verdicts
 from proa.plan.context import CapsFacts
+from proa.plan.rules.quant import VBMI, VNNI
 from proa.units import format_bytes
 
 # Decoding of one model on one host (docs/kernels.md): no promise for this one.
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> i
         caps = import_module("proa.kernels.probe").probe(caps, cache, out.note, again=True).caps
     caps = with_verdicts(caps, cache)
     kernels, threads = kernel_verdicts(caps, read_plugins(out.note)), thread_facts(environment)
-    lost = list(losses(kernels)) if caps.device == "cpu" else []
+    lost = [*losses(kernels), *lost_formats(caps, kernels)] if caps.device == "cpu" else []
     if args.json:
         out.json({"caps": caps_to_json(caps), "kernels": kernels, "threads": threads, "lost": lost})
     else:
@@ -87,6 +88,17 @@ def losses(kernels: list[dict[str, Any]]) -> Iterator[str]:
         if backend not in (NATIVE, None):
             yield f"  {op:18} {backend:11} {_COSTS.get((op, backend), 'slower, above all in long contexts')}"
     yield "  numerics           fast        rounding may differ by batch (docs/kernels.md has our figures)"
+
+
+def lost_formats(caps: DeviceCaps, kernels: list[dict[str, Any]]) -> Iterator[str]:
+    """Stored formats that native matmuls compute on elsewhere, and not on this CPU."""
+    if not any(k["can_run"] for k in kernels if (k["op"], k["backend"]) == (MATMUL, NATIVE)):
+        return
+    facts = Facts({}, CapsFacts(caps))
+    for names, condition in ((" ".join(one.name for one in BLOCK_FORMATS), VNNI), ("block FP8", VBMI)):
+        for verdict in evaluate((condition,), facts):
+            if verdict.blocked:
+                yield f"{names}: dequantised to the compute type, {verdict.blocked.reason}"
 
 
 def kernel_verdicts(caps: DeviceCaps, plugins: Sequence[KernelPlugin]) -> list[dict[str, Any]]:

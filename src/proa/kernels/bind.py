@@ -154,8 +154,9 @@ class KernelSet:
         )
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+        """The weight's own memory may become that of the packed form."""
         self.calls["pack", self._dense.name] += 1
-        return self._dense.pack(weight, bias)
+        return self._dense.pack_in_place(weight, bias)
 
     def pack_blocks(self, blocks: torch.Tensor, bias: torch.Tensor | None, format: DType, dtype: torch.dtype) -> Packed:
         self.calls["pack", self._dense.name] += 1

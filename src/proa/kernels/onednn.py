@@ -40,6 +40,9 @@ class OnednnDense:
         arranged = self._reorder(weight.detach(), None)
         return OnednnPacked(weight=arranged, bias=bias, in_features=weight.shape[1], out_features=weight.shape[0])
 
+    def pack_in_place(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+        return self.pack(weight, bias)  # torch keeps the arrangement to itself
+
     def pack_blocks(self, blocks: torch.Tensor, bias: torch.Tensor | None, format: DType, dtype: torch.dtype) -> Packed:
         plain = self._plain.pack_blocks(blocks, bias, format, dtype)
         return self.pack(plain.weight, plain.bias)

@@ -184,6 +184,10 @@ class DenseOps(Protocol):
         """Arrange a weight [out, in] (and bias [out]) for `matmul`, once, at load."""
         ...
 
+    def pack_in_place(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+        """As `pack`, for a weight that nobody reads afterwards: its memory may become that of the packed form."""
+        ...
+
     def pack_blocks(self, blocks: torch.Tensor, bias: torch.Tensor | None, format: DType, dtype: torch.dtype) -> Packed:
         """As `pack`, for a weight in a stored block format: uint8 [out, bytes of a row]; activations are `dtype`."""
         ...

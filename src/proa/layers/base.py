@@ -163,6 +163,10 @@ class Layer(nn.Module):
         """Called once when the parameters are filled: pack weights, compute what depends on them."""
         raise NotImplementedError
 
+    def reads(self) -> Iterable[nn.Parameter]:
+        """The parameters that must be filled before `finish`."""
+        return self.parameters()
+
     def held(self) -> Iterable[tuple[torch.Tensor, int]]:
         """The tensors in which its own weights really lie (packed ones, where there are), with their bytes."""
         return own_parameters(self)

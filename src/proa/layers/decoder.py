@@ -23,6 +23,7 @@ from proa.layers.delta import Delta
 from proa.layers.embedding import Embedding, Head, TiedHead
 from proa.layers.entry import Entry
 from proa.layers.ffn import FFN
+from proa.layers.finishing import Finishing
 from proa.layers.mla import MLA
 from proa.layers.moe import MoE
 from proa.layers.norm import RMSNorm
@@ -100,10 +101,8 @@ class Decoder(nn.Module):
         return self._ends[1]
 
     def finish(self) -> None:
-        """Make a loaded model ready to run: one weight at a time is packed."""
-        for module in self.modules():
-            if isinstance(module, Layer):
-                module.finish(self.kernels)
+        """Make a model ready whose parameters were filled by hand. Loading makes each layer ready as it goes."""
+        Finishing(self, self.kernels, ()).rest()
 
     def weights_bytes(self) -> int:
         """Bytes of all weights in memory: parameters and packed copies, what is shared counted once."""

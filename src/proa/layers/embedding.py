@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from proa.kernels.bind import KernelSet
 from proa.kernels.seam import Packed
@@ -55,6 +56,9 @@ class TiedHead(Layer):
         super().__init__()
         self._embedding = (embedding,)  # in a tuple: its parameter belongs to the embedding, not here
         self._kernels = ctx.kernels
+
+    def reads(self) -> Iterable[nn.Parameter]:
+        return self._embedding[0].parameters()
 
     def finish(self, kernels: KernelSet) -> None:
         embedding = self._embedding[0]

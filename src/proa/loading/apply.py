@@ -18,26 +18,44 @@ from proa.loading.groups import Group
 from proa.loading.ledger import Entry, LoadLedger
 from proa.loading.progress import Advance, Progress
 
+READ_AHEAD = 64 * 2**20  # bytes that the system is asked to read beyond the weight that is being packed
 CHUNK_ELEMENTS = 4 * 2**20  # elements converted at once: 16 MiB of float32, so that peak memory is the model's own
 
 
-def load_weights(parameters: Mapping[str, torch.Tensor], ledger: LoadLedger, progress: Progress) -> None:
-    """Fill `parameters` with every placed weight, then compare tied and borrowed copies. Records all in `ledger`.
+def _nothing(_: str) -> None:
+    """For those who take the filled parameters when all is done."""
 
-    A weight is read once, also where it fills several places.
+
+def load_weights(
+    parameters: Mapping[str, torch.Tensor],
+    ledger: LoadLedger,
+    progress: Progress,
+    filled: Callable[[str], None] = _nothing,
+) -> None:
+    """Compare tied and borrowed copies, then fill `parameters` with every placed weight. Records all in `ledger`.
+
+    A weight is read once, also where it fills several places. `filled` is told of each parameter that has all its
+    values; nothing here reads it afterwards, so that its memory may be put to another use.
     """
     groups = list(ledger.groups.values())
     copies = [entry for entry in ledger.entries.values() if isinstance(entry.claim, Tied | Borrowed)]
     total = sum(group.nbytes for group in groups) + sum(entry.info.nbytes for entry in copies)
     with progress.phase(f"loading {ledger.role} weights", total) as advance:
+        for entry in copies:  # first, while memory is empty: both sides are read from their files
+            ledger.compare(entry.info.name, _compare(entry, ledger))
+            advance(entry.info.nbytes)
+        rows_left = {fill.parameter: 0 for group in groups for fill in group.place.fills}
+        for name in rows_left:
+            rows_left[name] = num_rows(tuple(parameters[name].shape))
         for group, chunks in _read(groups, ledger, advance):
-            targets = [_Target(fill, parameters[fill.parameter]) for fill in group.place.fills]
-            _copy(chunks, targets)
+            _copy(chunks, [_Target(fill, parameters[fill.parameter]) for fill in group.place.fills])
             _copy_scales(group, parameters, ledger)
             ledger.fill(group.place.group)
-        for entry in copies:
-            ledger.compare(entry.info.name, _compare(entry, parameters, ledger))
-            advance(entry.info.nbytes)
+            for fill in group.place.fills:
+                first, last = fill.rows or (0, rows_left[fill.parameter])
+                rows_left[fill.parameter] -= last - first
+                if rows_left[fill.parameter] == 0:
+                    filled(fill.parameter)
 
 
 class _Target:
@@ -91,30 +109,22 @@ def _origin(fill: Fill) -> tuple[int, int]:
     return (rows or (0,))[0], (columns or (0,))[0]
 
 
-def _compare(entry: Entry, parameters: Mapping[str, torch.Tensor], ledger: LoadLedger) -> int | None:
-    """The first row in which a stored copy is not equal to what it is a copy of, in the type that is computed with.
-
-    A tied copy is held against the parameter; a borrowed one against the target's stored weight, because the target
-    may have given its parameter up when it packed it.
-    """
+def _compare(entry: Entry, ledger: LoadLedger) -> int | None:
+    """The first row in which a stored copy is not equal to what it is a copy of, in the type that is computed with; in
+    the stored bytes where the original is kept in its blocks."""
     info, claim = entry.info, entry.claim
-    with MappedFile(info.file) as file:
-        if isinstance(claim, Tied):
-            parameter = parameters[claim.parameter]
-            own = Reader(info, file, is_raw=claim.parameter in ledger.blocks, scale=None, block=(1, 1))
-            return _first_difference(own.chunks(CHUNK_ELEMENTS), lambda a, b: parameter[a:b], parameter.dtype)
-        lent = ledger.lent(info.name)
-        with MappedFile(lent.values.file) as other:
-            theirs = group_reader(lent, other, ledger.fp8_block, is_raw=False)
-            own = Reader(info, file, is_raw=False, scale=None, block=(1, 1))
-            return _first_difference(own.chunks(CHUNK_ELEMENTS), theirs.rows, torch_dtype(ledger.dtype))
-
-
-def _first_difference(chunks: Chunks, rows: Callable[[int, int], torch.Tensor], dtype: torch.dtype) -> int | None:
-    for row, values in chunks:
-        same = values.to(dtype) == rows(row, row + len(values)).to(dtype)
-        if not bool(same.all()):
-            return row + int(same.flatten(1).all(dim=1).logical_not().nonzero()[0])
+    source = ledger.original(info.name)
+    is_raw = isinstance(claim, Tied) and claim.parameter in ledger.blocks and info.dtype is source.values.dtype
+    dtype = torch.uint8 if is_raw else torch_dtype(ledger.dtype)
+    with MappedFile(info.file) as file, MappedFile(source.values.file) as other:
+        own = Reader(info, file, is_raw=is_raw, scale=None, block=(1, 1))
+        theirs = group_reader(source, other, ledger.fp8_block, is_raw=is_raw)
+        for row, values in own.chunks(CHUNK_ELEMENTS):
+            rows = (row, row + len(values))
+            same = values.to(dtype) == theirs.rows(*rows).to(dtype)
+            if not bool(same.all()):
+                return row + int(same.flatten(1).all(dim=1).logical_not().nonzero()[0])
+            other.forget(source.values, rows)
     return None
 
 
@@ -125,8 +135,12 @@ def _read(groups: Iterable[Group], ledger: LoadLedger, advance: Advance) -> Iter
         by_file.setdefault(group.values.file, []).append(group)
     for path, members in by_file.items():
         with MappedFile(path) as file:
+            coming, expected = iter(members), 0
             for group in members:
+                while expected < READ_AHEAD and (ahead := next(coming, None)) is not None:
+                    file.expect(ahead.values)
+                    expected += ahead.values.nbytes
+                expected -= group.values.nbytes
                 is_raw = any(fill.parameter in ledger.blocks for fill in group.place.fills)
                 yield group, group_reader(group, file, ledger.fp8_block, is_raw=is_raw).chunks(CHUNK_ELEMENTS)
-                file.forget(group.values)
                 advance(group.nbytes)

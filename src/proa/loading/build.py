@@ -12,6 +12,7 @@ from proa.kernels.bind import bind
 from proa.kernels.plugins import KernelPlugin
 from proa.layers.base import BuildContext, kernel_names
 from proa.layers.decoder import Decoder
+from proa.layers.finishing import Finishing
 from proa.loading.apply import load_weights
 from proa.loading.ledger import LoadLedger
 from proa.loading.progress import Progress
@@ -60,8 +61,9 @@ def build(
     ledger.refuse_findings()
     require_data(planned.checkpoint)
     model = construct(planned, library, target, plugins)
-    load_weights(dict(model.named_parameters()), ledger, progress)
+    finishing = Finishing(model, model.kernels, planned.parameters)
+    load_weights(finishing.parameters, ledger, progress, finishing.filled)
     ledger.close()
-    model.finish()
+    finishing.rest()
     check_fused_layers(planned, model)
     return BuiltModel(model=model, ledger=ledger)

@@ -36,20 +36,35 @@ class MappedFile:
 
     def raw(self, info: TensorInfo, rows: tuple[int, int]) -> torch.Tensor:
         """The bytes of a run of rows, uint8, flat."""
-        end, total = info.offset + info.nbytes, max(1, num_rows(info.shape))
+        end = info.offset + info.nbytes
         if end > len(self._map):
             past = f"{end - len(self._map)} bytes after the end of the file"
             raise CheckpointError("checkpoint/truncated", f"{info.file.name}: {info.stored_name} ends {past}")
-        start, stop = info.nbytes * rows[0] // total, info.nbytes * rows[1] // total
+        start, stop = self._span(info, rows)
         if start == stop:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=stop - start, offset=info.offset + start)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=stop - start, offset=start)
 
-    def forget(self, info: TensorInfo) -> None:
-        """Let the system take back the tensor's pages: read once, they only add to the process's size."""
+    def expect(self, info: TensorInfo) -> None:
+        """Let the system read the tensor's pages now, while other work is done."""
+        if hasattr(mmap, "MADV_WILLNEED"):
+            self._advise(mmap.MADV_WILLNEED, info.offset, info.offset + info.nbytes)
+
+    def forget(self, info: TensorInfo, rows: tuple[int, int]) -> None:
+        """Give the pages of a run of rows back: read once, they only add to the process's size."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            start = info.offset - info.offset % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, start, info.offset + info.nbytes - start)
+            self._advise(mmap.MADV_DONTNEED, *self._span(info, rows))
+
+    def _advise(self, advice: int, start: int, stop: int) -> None:
+        """Of all pages that hold some of the bytes [start, stop) of the file."""
+        first, stop = start - start % mmap.PAGESIZE, min(stop, len(self._map))
+        if first < stop:
+            self._map.madvise(advice, first, stop - first)
+
+    def _span(self, info: TensorInfo, rows: tuple[int, int]) -> tuple[int, int]:
+        """Where in the file the bytes of a run of rows begin and end."""
+        total = max(1, num_rows(info.shape))
+        return info.offset + info.nbytes * rows[0] // total, info.offset + info.nbytes * rows[1] // total
 
 
 class Reader:
@@ -67,11 +82,13 @@ class Reader:
         self._rows = num_rows(info.shape)
 
     def chunks(self, elements: int) -> Chunks:
-        """All rows, about `elements` at once."""
+        """All rows, about `elements` at once. What was yielded is given back when the next is asked for."""
         width = max(1, prod(self._info.shape) // max(1, self._rows))
         step = self._step(max(1, elements // width))
         for row in range(0, self._rows, step):
-            yield row, self._read(row, min(self._rows, row + step))
+            stop = min(self._rows, row + step)
+            yield row, self._read(row, stop)
+            self._file.forget(self._info, (row, stop))
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop), whatever else must be read for them."""

@@ -178,9 +178,11 @@ class LoadLedger:
                 what = f"{list(place.shape or ())}, fills {' and '.join(map(_described, place.fills))}"
                 yield Finding(wrong=Wrong.MISSING, name=name, what=what, near=nearest(name, siblings))
 
-    def lent(self, name: str) -> Group:
-        """The target's stored weight that the borrowed copy `name` must be equal to. Raises WeightError naming both."""
+    def original(self, name: str) -> Group:
+        """The stored weight that the tied or borrowed copy `name` must be equal to. Raises WeightError naming both."""
         claim, lender = self.entries[name].claim, self._lender
+        if isinstance(claim, Tied):
+            return next(one for one in self.groups.values() if one.place.fills[0].parameter == claim.parameter)
         if not isinstance(claim, Borrowed) or lender is None:
             raise RuntimeError(f"{name} is no copy of a weight of a target")
         places = lender.names.expected().values()
@@ -207,17 +209,14 @@ class LoadLedger:
         if self.is_closed or not isinstance(claim, Tied | Borrowed):
             raise RuntimeError(f"{name} is not to be compared now")
         if first_difference is not None:
-            differs = f"and differs from row {first_difference} on"
-            if isinstance(claim, Borrowed):
-                raise self._borrowed_differs(name, self.lent(name).place.group, differs)
-            raise self._tied_differs(name, claim, differs)
+            says = self._borrowed_differs if isinstance(claim, Borrowed) else self._tied_differs
+            raise says(name, self.original(name).place.group, f"and differs from row {first_difference} on")
         self._compared.add(name)
 
-    def _tied_differs(self, name: str, claim: Tied, differs: str) -> WeightError:
-        sources = [source for source, place in self._expected.items() if place.fills[0].parameter == claim.parameter]
+    def _tied_differs(self, name: str, source: str, differs: str) -> WeightError:
         return WeightError(
             "weights/tied-differs",
-            f"{name} should be the same matrix as {', '.join(sources)} {differs}.",
+            f"{name} should be the same matrix as {source} {differs}.",
             role=self.role,
             facts=(f"{self.role} plan: head = {self._plan.head.value} ({self._plan.head.reason})",),
             hint="if the two are meant to differ, set tie_word_embeddings to false in config.json",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proa.cli.doctor import kernel_verdicts, losses
+from proa.cli.doctor import kernel_verdicts, losses, lost_formats
 from proa.cli.main import main
 from proa.env import OPENMP_NAMES
 from proa.kernels import host
@@ -90,6 +90,17 @@ def test_what_is_lost_without_native_is_said_by_op() -> None:
     assert "numerics           fast" in text
     text = "\n".join(losses(kernel_verdicts(replace(tested, kernels={"native": "failed: x"}), ())))
     assert "matmul             reference   decoding was about 4 times slower" in text
+
+
+def test_formats_that_native_does_not_compute_on_here_are_named() -> None:
+    tested = replace(LAPTOP, isa=("avx2", "fma", "f16c"), kernels={"native": "passed"})
+    text = "\n".join(lost_formats(tested, kernel_verdicts(tested, ())))
+    assert "Q8_0 Q4_0 Q4_1 Q4_K Q6_K: dequantised to the compute type, this CPU has no avx512_vnni" in text
+    assert "block FP8: dequantised to the compute type, this CPU has no avx512vbmi" in text
+    whole = replace(tested, isa=(*tested.isa, "avx512f", "avx512_vnni", "avx512vbmi"))
+    assert list(lost_formats(whole, kernel_verdicts(whole, ()))) == []
+    without = replace(tested, compiler=None)
+    assert list(lost_formats(without, kernel_verdicts(without, ()))) == []  # `losses` says more
 
 
 def test_building_ahead_of_time_compiles_tests_and_prints_the_verdicts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from proa.checkpoint.types import RopePermuted
+from proa.checkpoint.types import RopePermuted, TensorInfo
 from proa.errors import CheckpointError, WeightError
-from proa.loading import apply
+from proa.loading import apply, files
 from proa.loading.build import build, construct
 from proa.loading.ledger import LoadLedger
 from proa.loading.progress import Lines, Silent
 from proa.plan.planned import Planned
+from proa.units import DType
 from tests.factories.checkpoints import FAMILIES, random_tensors, tiny_config, write_checkpoint
 from tests.factories.headers import planned
 
@@ -136,6 +138,30 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_any_data_is_read(tmp_p
     (path / "model.safetensors").unlink()
     with pytest.raises(WeightError, match=r"stray\.weight"):
         build(plan, Silent(), None, None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="resident pages are read from Linux's /proc")
+def test_pages_of_the_file_are_given_back_chunk_by_chunk(tmp_path: Path) -> None:
+    chunk, size = 2**20, 16 * 2**20
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(size))
+    info = TensorInfo(
+        name="x", stored_name="x", shape=(16, chunk), dtype=DType.U8, file=path, offset=0, nbytes=size, row_order=None
+    )
+    with files.MappedFile(path) as file:
+        kept = [file.raw(info, (row, row + 1)).sum() and resident(path) for row in range(8)]
+        assert kept[-1] >= 8 * chunk  # what reading alone leaves behind
+        file.forget(info, (0, 8))
+        reader = files.Reader(info, file, is_raw=False, scale=None, block=(1, 1))
+        peak = max(int(values.sum()) and resident(path) for _, values in reader.chunks(chunk))
+        assert peak <= 3 * chunk  # a chunk, and what the system maps around a page that is touched
+
+
+def resident(path: Path) -> int:
+    """Bytes of this process's mapping of `path` that are in memory."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.endswith(str(path)))
+    return next(int(line.split()[1]) * 1024 for line in lines[at:] if line.startswith("Rss:"))
 
 
 def test_progress_counts_every_byte_once(tiny: Callable[..., Path]) -> None:

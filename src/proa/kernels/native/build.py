@@ -22,12 +22,17 @@ SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-ffp-contract=fast", "-w")
 
 
+def flags_for(isa: tuple[str, ...]) -> tuple[str, ...]:
+    """For the processor that `isa` describes: this one, or what would be left of it without AVX-512."""
+    return FLAGS if "avx512f" in isa else (*FLAGS, "-mno-avx512f")
+
+
 def library_path(cache: Path, compiler: str, isa: tuple[str, ...]) -> Path:
     """Where the library for these sources, this compiler and this processor lies, or would."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    digest.update("\0".join((compiler, _version(compiler), *FLAGS, *isa)).encode())
+    digest.update("\0".join((compiler, _version(compiler), *flags_for(isa), *isa)).encode())
     return cache / "kernels" / f"proa-{digest.hexdigest()[:16]}.so"
 
 
@@ -43,16 +48,16 @@ def build(cache: Path, compiler: str, isa: tuple[str, ...], note: Callable[[str]
     with _lock(path.with_suffix(".lock")):
         if not path.exists():
             note(f"compiling CPU kernels with {compiler} (once for this machine)")
-            _compile(compiler, path)
+            _compile(compiler, flags_for(isa), path)
     return path
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     made = Path(name)
     try:
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCES / "proa.cpp")]
+        command = [compiler, *flags, "-o", str(made), str(SOURCES / "proa.cpp")]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             lines = tuple(result.stderr.splitlines()[:5])

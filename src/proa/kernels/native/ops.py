@@ -56,6 +56,14 @@ class NativeDense:
         self.library.proa_pack(form, weight.data_ptr(), out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, weight.dtype)
 
+    def pack_in_place(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+        out, size = weight.shape
+        if out % PANEL or not weight.is_contiguous():
+            return self.pack(weight, bias)
+        panels, form = weight.detach(), FORMS[weight.dtype]
+        self.library.proa_pack(form, panels.data_ptr(), out, size, panels.data_ptr())
+        return _packed(panels, bias, form, out, size, weight.dtype)
+
     def pack_blocks(self, blocks: torch.Tensor, bias: torch.Tensor | None, format: DType, dtype: torch.dtype) -> Packed:
         out, row_bytes = blocks.shape
         size = row_bytes // format.storage.nbytes * format.storage.elements

@@ -38,6 +38,9 @@ class ReferenceDense:
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         return Packed(weight=weight, bias=bias, in_features=weight.shape[1], out_features=weight.shape[0])
 
+    def pack_in_place(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+        return self.pack(weight, bias)
+
     def pack_blocks(self, blocks: torch.Tensor, bias: torch.Tensor | None, format: DType, dtype: torch.dtype) -> Packed:
         elements = blocks.numel() // format.storage.nbytes * format.storage.elements
         shape = (len(blocks), elements // len(blocks))

@@ -7,6 +7,7 @@
 #include "latent.h"
 #include "moe.h"
 #include "sparse.h"
+#include <vector>
 
 namespace proa {
 
@@ -217,9 +218,13 @@ template <class T> static void run(const Op* ops, int64_t count, const Batch& ba
 template <class T> static void pack(const T* w, int64_t out, int64_t in, T* packed) {
 #pragma omp parallel
     {
+        std::vector<T> copy(w == packed ? 16 * in : 0);
         const Range mine = my_share((out + 15) / 16);
-        for (int64_t p = mine.begin; p < mine.end; p++)
-            pack_panel(w + p * 16 * in, out - p * 16 < 16 ? out - p * 16 : 16, in, packed + p * 16 * in);
+        for (int64_t p = mine.begin; p < mine.end; p++) {
+            const T* rows = w + p * 16 * in;
+            if (w == packed) rows = (const T*)std::memcpy(copy.data(), rows, 16 * in * sizeof(T));
+            pack_panel(rows, out - p * 16 < 16 ? out - p * 16 : 16, in, packed + p * 16 * in);
+        }
     }
 }
 
@@ -241,7 +246,7 @@ extern "C" {
 
 int64_t proa_scratch_bytes(int64_t rows, int64_t in) { return scratch_bytes(rows, in); }
 
-// Rows of a plain type, or of the codes of F8 -> panels.
+// Rows of a plain type, or of the codes of F8 -> panels. Whole panels may take the memory of their rows: `packed` is `w`.
 void proa_pack(int64_t form, const void* w, int64_t out, int64_t in, void* packed) {
     if (form == BF16) pack((const bf16*)w, out, in, (bf16*)packed);
     else if (form == F32) pack((const float*)w, out, in, (float*)packed);

@@ -160,14 +160,15 @@ template <class F> static inline void put_factors(const Unpacked& from, int c, u
 // One panel: column c of the panel is row `first + c` of the stored matrix; rows past the end are zero.
 template <class F> static void pack_quant_panel(const uint8_t* stored, int64_t row_bytes, int64_t first, int64_t rows,
                                                 int64_t blocks, uint8_t* panel) {
-    std::memset(panel, 0, blocks * F::SIZE);
+    if (first + 16 > rows) std::memset(panel, 0, blocks * F::SIZE);
     for (int64_t k = 0; k < blocks; k++, panel += F::SIZE)
         for (int c = 0; c < 16 && first + c < rows; c++) {
             Unpacked one;
             read_block<F>(stored + (first + c) * row_bytes, k, one);
-            for (int i = 0; i < BLOCK; i++) {
-                const int step = i / 4, nibble = F::BITS == 4 && step >= 4;
-                panel[(nibble ? step - 4 : step) * 64 + c * 4 + i % 4] |= nibble ? one.u[i] << 4 : one.u[i];
+            for (int s = 0; s < F::BITS; s++) {  // four values at once: 8 steps of bytes, or 4 of two nibbles
+                uint32_t four = load<uint32_t>(one.u + 4 * s);
+                if (F::BITS == 4) four |= load<uint32_t>(one.u + 16 + 4 * s) << 4;
+                store(panel + 64 * s + 4 * c, four);
             }
             put_factors<F>(one, c, panel + F::BYTES);
         }
