@@ -74,7 +74,7 @@ def is_full(config: Mapping[str, Any], layer: int) -> bool:
 
 def layer_names(config: Mapping[str, Any], layer: int, common: Mapping[str, str]) -> list[tuple[str, str]]:
     """(hub name, GGUF name) of one layer without `.weight`; `common`: those of Qwen3 with experts."""
-    names = dict(common) | SHARED_NAMES | {"post_attention_layernorm": "post_attention_norm"}
+    names = {**common, **SHARED_NAMES, "post_attention_layernorm": "post_attention_norm"}
     if is_full(config, layer):
         return list(names.items())
     kept = [(hub, name) for hub, name in names.items() if not hub.startswith("self_attn.")]
