@@ -2,14 +2,16 @@
 
 Two opponents. `matmul`: the rule alone by torch's matrix products, on contiguous states and in place; it does no
 convolution, gate, norm or slot, all of which are in the native figure. `torch`: the kernel of that name, which does all
-of it. Each step takes the states of the next of several layers, as a model does, so that no cache holds them.
+of it. What is timed is a sweep over so many layers that no cache holds their states, as in a model; the native one is
+recorded, as a model's is.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import cycle
@@ -28,10 +30,11 @@ from proa.arch.blocks import NormSpec
 from proa.arch.delta_blocks import Decay, DeltaSpec, OutputGate
 from proa.env import read_environment
 from proa.kernels.caps import read_caps
-from proa.kernels.delta import DeltaOps, DeltaRows, DeltaState, DeltaWeights, StateSlots
+from proa.kernels.delta import DeltaRows, DeltaState, DeltaWeights, StateSlots
+from proa.kernels.memory import empty
 from proa.kernels.native.abi import load_library
-from proa.kernels.native.delta import NativeDelta
-from proa.kernels.native.sink import Direct
+from proa.kernels.native.delta import NativeDelta, state_rows
+from proa.kernels.native.sink import Program, Recorder
 from proa.kernels.probe import probe
 from proa.kernels.reference.delta import Operands, TorchDelta, matmul_step, prepare
 from proa.kernels.seam import Segment
@@ -40,7 +43,7 @@ from proa.units import Phase
 KINDS = {"gdn": Decay.HEAD, "kda": Decay.CHANNEL}
 HEADS, HEAD_DIM, TAPS = 32, 128, 4
 COLD_BYTES = 192 << 20
-"""States that one round of steps reads: several times the last cache of a desktop or of a share of a server."""
+"""States that a sweep reads: several times the last cache of a desktop or of a share of a server."""
 SECONDS = 0.3
 """Of one measurement, about."""
 ATTEMPTS_PER_ROUND = 2
@@ -48,8 +51,8 @@ ATTEMPTS_PER_ROUND = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One decode step of `batch` requests. Each layer's state has two slots per request: states go from one to the
-    other and back."""
+    """A decode step of `batch` requests in each of some layers. A layer's state has two slots per request: states go
+    from one to the other and back."""
 
     spec: DeltaSpec
     batch: int
@@ -60,9 +63,9 @@ class Work:
     slots: tuple[StateSlots, StateSlots]
 
     @property
-    def state_bytes(self) -> int:
-        """What a step reads and writes of states."""
-        return 2 * self.batch * 4 * prod(self.spec.state_shape)
+    def tokens(self) -> int:
+        """Of a sweep: one for each layer and request."""
+        return self.batch * len(self.layers)
 
 
 def main() -> int:
@@ -74,7 +77,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    native = native_delta()
+    library = native_library()
     heads = f"{'':>5}{'batch':>6}{'against':>8}{'native':>10}{'other':>10}{'ratio':>7}"
     print(f"{heads}{'from - to':>14}{'kept':>6}{'states':>16}")
     document: dict[str, Any] = {}
@@ -82,21 +85,21 @@ def main() -> int:
         for kind in args.kinds:
             for batch in args.batch:
                 work = make(KINDS[kind], batch)
-                steps = {"matmul": bare_steps(work), "torch": slot_steps(TorchDelta(), work)}
-                for name, other in steps.items():
-                    pairs = measure(slot_steps(native, work), other, batch, roof, args.rounds)
-                    document[f"{kind}/{batch}/{name}"] = figures = as_json(pairs)
-                    print(line(kind, batch, name, figures, work.state_bytes / batch), flush=True)
+                native = native_sweep(library, work)
+                for name, sweep in {"matmul": matmul_sweep(work), "torch": torch_sweep(work)}.items():
+                    figures = as_json(measure(native, sweep, work.tokens, roof, args.rounds))
+                    document[f"{kind}/{batch}/{name}"] = figures
+                    print(line(kind, batch, name, figures, 2 * 4 * prod(work.spec.state_shape)), flush=True)
     facts = {"heads": HEADS, "head_dim": HEAD_DIM, "threads": args.threads, "torch": torch.__version__}
     print("raw values:", save("delta-decode", {**facts, "cases": document}, args.results))
     return 0
 
 
-def native_delta() -> NativeDelta:
+def native_library() -> ctypes.CDLL:
     library = probe(read_caps("cpu"), read_environment().cache_dir, print).library
     if library is None:
         raise SystemExit("the native kernels do not compile here: proa doctor says why")
-    return NativeDelta(Direct(load_library(library)))
+    return load_library(library)
 
 
 def make(decay: Decay, batch: int) -> Work:
@@ -138,8 +141,9 @@ def make(decay: Decay, batch: int) -> Work:
 
 
 def state_of(spec: DeltaSpec, slots: int) -> DeltaState:
-    conv = torch.zeros((slots, *spec.conv_shape), dtype=torch.bfloat16)
-    return DeltaState(conv=conv, delta=torch.zeros((slots, *spec.state_shape)), kept=None)
+    """Zeros, in such memory as a runner's states have."""
+    conv = empty((slots, *spec.conv_shape), torch.bfloat16).zero_()
+    return DeltaState(conv=conv, delta=empty((slots, *spec.state_shape), torch.float32).zero_(), kept=None)
 
 
 def decode_segment(batch: int) -> Segment:
@@ -157,44 +161,58 @@ def decode_segment(batch: int) -> Segment:
     )
 
 
-def slot_steps(ops: DeltaOps, work: Work) -> Iterator[Callable[[], object]]:
-    """Steps of a kernel, layer after layer, there and back again, without end."""
-    return cycle(
-        [
-            partial(ops.delta, work.rows, work.weights, work.spec, state, work.segment, slots)
-            for slots in work.slots
-            for state in work.layers
-        ]
-    )
+def native_sweep(library: ctypes.CDLL, work: Work) -> Callable[[], None]:
+    recorder = Recorder(work.batch)
+    ops = NativeDelta(recorder)
+    for state in work.layers:
+        ops.delta(work.rows, work.weights, work.spec, state, work.segment, work.slots[0])
+    program = Program(library, recorder, {})
+    counts = np.ones(work.batch, dtype=np.int64)
+    turns = cycle([(slots, state_rows(counts, slots)) for slots in work.slots])
+    return lambda: program.run(work.batch, {"states": next(turns)[1]})
 
 
-def bare_steps(work: Work) -> Iterator[Callable[[], object]]:
+def torch_sweep(work: Work) -> Callable[[], None]:
+    ops, turns = TorchDelta(), cycle(work.slots)
+
+    def sweep() -> None:
+        slots = next(turns)
+        for state in work.layers:
+            ops.delta(work.rows, work.weights, work.spec, state, work.segment, slots)
+
+    return sweep
+
+
+def matmul_sweep(work: Work) -> Callable[[], None]:
     """The rule alone by matrix products, on states [B, Hv, dk, dv]; its operands are ready before the clock starts."""
     state = state_of(work.spec, 2 * work.batch)
     ones = np.ones(work.batch, dtype=np.int64)
     made = prepare(work.rows.mixed, work.rows.decay, work.weights, work.spec, state, ones, work.slots[0])
     row = Operands(**{part.name: getattr(made, part.name).contiguous() for part in fields(Operands)})
-    return cycle([partial(matmul_step, layer.delta[: work.batch], row) for layer in work.layers])
+
+    def sweep() -> None:
+        for layer in work.layers:
+            matmul_step(layer.delta[: work.batch], row)
+
+    return sweep
 
 
-def measure(
-    ours: Iterator[Callable[[], object]], theirs: Iterator[Callable[[], object]], batch: int, roof: Probe, rounds: int
-) -> list[Pair]:
-    left, right = (partial(rate, steps, number(steps), batch) for steps in (ours, theirs))
+def measure(ours: Callable[[], None], theirs: Callable[[], None], tokens: int, roof: Probe, rounds: int) -> list[Pair]:
+    left, right = (partial(rate, sweep, tokens, number(sweep)) for sweep in (ours, theirs))
     return collect(lambda _: measure_pair(left, right, roof), rounds, ATTEMPTS_PER_ROUND * rounds)
 
 
-def number(steps: Iterator[Callable[[], object]]) -> int:
-    """Steps that take about SECONDS, counted once all layers are warm."""
-    rate(steps, 8, 1)
-    return max(4, round(SECONDS * rate(steps, 8, 1)))
+def number(sweep: Callable[[], None]) -> int:
+    """Sweeps that take about SECONDS; two, so that states have been both ways, come before the count."""
+    rate(sweep, 1, 2)
+    return max(2, round(SECONDS * rate(sweep, 1, 2)))
 
 
-def rate(steps: Iterator[Callable[[], object]], count: int, batch: int) -> float:
+def rate(sweep: Callable[[], None], tokens: int, count: int) -> float:
     start = perf_counter()
     for _ in range(count):
-        next(steps)()
-    return count * batch / (perf_counter() - start)
+        sweep()
+    return count * tokens / (perf_counter() - start)
 
 
 def line(kind: str, batch: int, name: str, figures: dict[str, Any], nbytes: float) -> str:
