@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import hybrid
+
 TIED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GLOBAL_NAMES: Mapping[str, str] = MappingProxyType(
     {TIED: "token_embd.weight", "model.norm.weight": "output_norm.weight"}
@@ -124,6 +126,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "tie_word_embeddings": False,
             }
         ),
+        "qwen3-next-0.6b": hybrid.SHAPE,
         # SmolLM2's depth with next to no work in a layer: what a step costs besides its arithmetic (overhead.py).
         "narrow": MappingProxyType(
             {
@@ -142,7 +145,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 QUANTISED = ("Q8_0", "Q4_0")
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "glm4_moe_lite": "deepseek2"}
+    {
+        "llama": "llama",
+        "qwen3": "qwen3",
+        "qwen3_moe": "qwen3moe",
+        "glm4_moe_lite": "deepseek2",
+        "qwen3_next": "qwen3next",
+    }
 )
 """`model_type` -> what GGUF calls it."""
 
@@ -187,7 +196,7 @@ def make(name: str, folder: Path, recipe: Path) -> None:
         weights = random_weights(config)
     write_hub(hub, config, weights, recipe)
     sizes = {"bf16": sum(round(tensor.numel() * 2 * read_part(hub, config)) for hub, tensor in weights.items())}
-    kinds = {"narrow": (), "qwen3-moe-1b": ("BF16",), "glm-flash-1b": ("BF16",)}.get(name, ("BF16", "F16", *QUANTISED))
+    kinds = {"narrow": ()}.get(name, ("BF16",) if num_experts(config) else ("BF16", "F16", *QUANTISED))
     for kind in kinds:
         sizes[kind.lower()] = write_gguf(folder / f"{kind}.gguf", kind, config, weights, recipe)
     (folder / "manifest.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
@@ -268,6 +277,8 @@ def random_weights(config: Mapping[str, Any]) -> dict[str, Any]:
     def weight(hub: str) -> Any:
         if hub.endswith(CORRECTION):
             return torch.randn((num_experts(config),), generator=source).mul_(0.02)
+        if hybrid.is_hybrid(config) and (special := hybrid.special_weight(hub, config, source)) is not None:
+            return special
         shape = shapes.get(shape_key(hub, config), (config["hidden_size"],))
         return (
             torch.ones(shape).bfloat16()
@@ -275,14 +286,14 @@ def random_weights(config: Mapping[str, Any]) -> dict[str, Any]:
             else torch.randn(shape, generator=source).mul_(0.02).bfloat16()
         )
 
-    wanted = [hub for hub, _ in names(config) if config["model_type"] != "llama" or "_norm." not in hub]
+    wanted = dict.fromkeys(hub for hub, _ in names(config) if config["model_type"] != "llama" or "_norm." not in hub)
     return {each: weight(each) for hub in wanted for each in hub_names(hub, config)}
 
 
 def shape_key(hub: str, config: Mapping[str, Any]) -> str:
     """The module's own name; a dense MLP beside experts has other widths than they."""
     own = hub.split(".")[-2]
-    is_dense = ".mlp." in hub and ".experts." not in hub and ".shared_experts." not in hub
+    is_dense = ".mlp." in hub and ".experts." not in hub and ".shared_expert" not in hub
     return f"dense.{own}" if is_dense and num_experts(config) and own != "gate" else own
 
 
@@ -303,7 +314,7 @@ def grouped_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return mlp_shapes(config) | {
         "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
         "q_norm": (dim,), "k_norm": (dim,),
-    }  # fmt: skip
+    } | (hybrid.shapes(config) if hybrid.is_hybrid(config) else {})  # fmt: skip
 
 
 def latent_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -328,26 +339,29 @@ def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     for layer in range(config["num_hidden_layers"]):
         inner += [
             (f"model.layers.{layer}.{hub}.weight", f"blk.{layer}.{name}.weight")
-            for hub, name in layer_names(config, layer).items()
+            for hub, name in layer_names(config, layer)
         ]
+        if hybrid.is_hybrid(config):
+            bare = hybrid.bare_names(config, layer)
+            inner += [(f"model.layers.{layer}.{hub}", f"blk.{layer}.{name}") for hub, name in bare]
         if "n_routed_experts" in config and layer >= config["first_k_dense_replace"]:
             inner.append((f"model.layers.{layer}.{CORRECTION}", f"blk.{layer}.{CORRECTION_GGUF}"))
     head = {} if config.get("tie_word_embeddings", True) else {HEAD: "output.weight"}
     return [*GLOBAL_NAMES.items(), *head.items(), *inner]
 
 
-def layer_names(config: Mapping[str, Any], layer: int) -> dict[str, str]:
-    """Hub name -> GGUF name of the matrices and norms of one layer."""
+def layer_names(config: Mapping[str, Any], layer: int) -> list[tuple[str, str]]:
+    """(hub name, GGUF name) of the matrices and norms of one layer."""
     of_layer = dict(LAYER_NAMES)
     if "kv_lora_rank" in config:
         of_layer = {hub: name for hub, name in of_layer.items() if hub.startswith("mlp.")} | dict(LATENT_NAMES)
     if not num_experts(config) or layer < config.get("first_k_dense_replace", 0):
-        return of_layer
+        return list(of_layer.items())
     of_layer = {hub: name for hub, name in of_layer.items() if not hub.startswith("mlp.")}
     of_layer |= {ROUTER: ROUTER_GGUF} | {f"mlp.experts.#.{hub}": name for hub, name in EXPERT_NAMES.items()}
     if config.get("n_shared_experts"):
         of_layer |= {f"mlp.shared_experts.{hub}": name for hub, name in SHARED_NAMES.items()}
-    return of_layer
+    return hybrid.layer_names(config, layer, of_layer) if hybrid.is_hybrid(config) else list(of_layer.items())
 
 
 def is_rotated(hub: str) -> bool:
@@ -409,8 +423,10 @@ def write_gguf(path: Path, kind: str, config: Mapping[str, Any], weights: Mappin
         tensor = torch.stack(parts) if "#" in hub else parts[0]
         if is_rotated(hub) and config["model_type"] == "llama":
             tensor = permuted(tensor, head_count(hub, config))
+        if hybrid.is_hybrid(config):
+            tensor = hybrid.stored(hub, name, tensor, config)
         wanted = kind
-        if tensor.dim() == 1 or ROUTER_GGUF in name:
+        if tensor.dim() == 1 or ROUTER_GGUF in name or "conv1d" in name:
             wanted = "F32"
         elif hub == TIED and kind in QUANTISED:
             wanted = "Q8_0"
@@ -439,7 +455,7 @@ def add_keys(writer: Any, kind: str, config: Mapping[str, Any]) -> None:
     else:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-        writer.add_rope_dimension_count(config["head_dim"])
+        writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -447,6 +463,8 @@ def add_keys(writer: Any, kind: str, config: Mapping[str, Any]) -> None:
         writer.add_expert_count(num_experts(config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if hybrid.is_hybrid(config):
+        hybrid.add_keys(writer, config)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
 
 

@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=tuple(PEERS), help="measure against this engine")
     parser.add_argument("--python", type=Path, help="the peer's interpreter (default: its environment in build/)")
-    parser.add_argument("--model", default="smollm2-bf16", help="NAME-DTYPE: smollm2 or qwen3-0.6b, bf16, q8_0 or q4_0")
+    parser.add_argument("--model", default="smollm2-bf16", help="NAME-DTYPE, as README.md lists them")
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="where models.py put them")
     parser.add_argument("--cases", default=",".join(CASES), help="comma list of " + ", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=5, help="pairs to keep per case")

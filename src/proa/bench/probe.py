@@ -22,9 +22,11 @@ class Probe:
 
     def __init__(self, threads: int, nbytes: int = GIB, repeats: int = 5) -> None:
         self._nbytes, self._repeats = nbytes, repeats
-        self._memory = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
             self._memory.madvise(mmap.MADV_HUGEPAGE)
+        else:
+            self._memory = mmap.mmap(-1, nbytes)
         self._view = (ctypes.c_char * nbytes).from_buffer(self._memory)
         ctypes.memset(self._view, 1, nbytes)  # pages that were never written are all the same page
         part = nbytes // threads

@@ -13,6 +13,7 @@ from proa.arch.decoder import MixerSpec
 from proa.arch.delta_blocks import DeltaSpec
 from proa.kernels.delta import DeltaState
 from proa.kernels.latent_seam import LatentKV
+from proa.kernels.memory import empty
 from proa.kernels.seam import LayerKV
 
 LayerCache = LayerKV | LatentKV | DeltaState
@@ -70,17 +71,17 @@ class KVCache:
                 return self._state(mixer, self._states)
 
     def _rows(self, *shape: int) -> torch.Tensor:
-        return torch.empty((self.num_pages * self.page_size, *shape), dtype=self.dtype, device=self._device)
+        return empty((self.num_pages * self.page_size, *shape), self.dtype, self._device)
 
     def _state(self, mixer: DeltaSpec, memory: StateMemory) -> DeltaState:
-        def empty(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty((count, *shape), dtype=dtype, device=self._device)
+        def slots(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return empty((count, *shape), dtype, self._device)
 
         has_kept = memory.kept_rows > 0
         return DeltaState(
-            conv=empty(memory.slots, mixer.conv_shape, memory.dtype),
-            delta=empty(memory.slots, mixer.state_shape, memory.delta_dtype),
-            kept=empty(memory.kept_rows, (mixer.kept_width,), memory.dtype) if has_kept else None,
+            conv=slots(memory.slots, mixer.conv_shape, memory.dtype),
+            delta=slots(memory.slots, mixer.state_shape, memory.delta_dtype),
+            kept=slots(memory.kept_rows, (mixer.kept_width,), memory.dtype) if has_kept else None,
         )
 
     @property

@@ -19,6 +19,7 @@ from proa.arch.layout import ParameterInfo
 from proa.dist.mesh import Mesh
 from proa.kernels.bind import KernelNames, KernelSet
 from proa.kernels.delta import StateSlots
+from proa.kernels.memory import empty
 from proa.kernels.seam import Segment
 from proa.plan.runner_plan import PhasePlan, RunnerPlan
 from proa.units import DType, Phase
@@ -106,7 +107,7 @@ class BuildContext:
             shape, dtype = (*info.shape[:-1], info.dtype.nbytes(info.shape[-1])), torch.uint8
         else:
             shape, dtype = info.shape, self.dtype if info.dtype is None else torch_dtype(info.dtype)
-        data = torch.empty(shape, dtype=dtype, device=self.plan.device.value)
+        data = empty(shape, dtype, self.plan.device.value)
         return nn.Parameter(data, requires_grad=False)
 
     def blocks(self, name: str) -> DType | None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from proa.arch.blocks import QueryScale
+from proa.kernels.memory import empty
 from proa.kernels.native.abi import CCache, CHeads, CLinear, COp, Form, Kind
 from proa.kernels.native.sink import Sink
 from proa.kernels.seam import Codes, HeadNorm, Heads, LayerKV, Packed, RopeRows, Segment
@@ -51,7 +52,7 @@ class NativeDense:
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         out, size = weight.shape
-        panels = torch.empty((whole(out), size), dtype=weight.dtype)
+        panels = empty((whole(out), size), weight.dtype)
         form = FORMS[weight.dtype]
         self.library.proa_pack(form, weight.data_ptr(), out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, weight.dtype)
@@ -68,13 +69,13 @@ class NativeDense:
         out, row_bytes = blocks.shape
         size = row_bytes // format.storage.nbytes * format.storage.elements
         form = Form[format.name]
-        panels = torch.empty((whole(out), self.library.proa_row_bytes(form, size)), dtype=torch.uint8)
+        panels = empty((whole(out), self.library.proa_row_bytes(form, size)), torch.uint8)
         self.library.proa_pack_blocks(form, blocks.data_ptr(), row_bytes, out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, dtype)
 
     def pack_codes(self, weight: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> Packed:
         out, size = weight.codes.shape
-        panels = torch.empty((whole(out), size), dtype=weight.codes.dtype)
+        panels = empty((whole(out), size), weight.codes.dtype)
         self.library.proa_pack(Form.F8, weight.codes.data_ptr(), out, size, panels.data_ptr())
         scales = weight.scales.detach().contiguous()
         return _packed(panels, bias, Form.F8, out, size, dtype, scales=scales, columns=weight.columns)

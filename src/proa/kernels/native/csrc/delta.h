@@ -181,72 +181,81 @@ template <class T> static inline void delta_keep(const Delta& d, const DeltaInpu
     }
 }
 
-struct DeltaVectors { alignas(64) float decay[MAX_DELTA], key[MAX_DELTA], query[MAX_DELTA]; };  // key, query: decayed
+struct DeltaVectors {  // of one row and head; key, query: decayed
+    alignas(64) float decay[MAX_DELTA], key[MAX_DELTA], query[MAX_DELTA];
+    float overlap;  // of the plain key and query
+};
 
-// Where the state after a row goes: `next` is read again soon, `slot` by a later step, past the caches. Either may be null.
-struct DeltaTargets { float *next; int64_t next_width; float* slot; };
-
-// One row of the rule over 16 NB columns. v holds values and becomes results.
-template <int NB>
-static inline void delta_step(const float* from, int64_t from_width, DeltaTargets to, int64_t slot_width, int64_t size,
-                              const DeltaVectors& by, const float* key, float beta, float overlap, float* v) {
-    f32x16 seen[NB] = {}, out[NB] = {};
-    for (int64_t i = 0; i < size; i++) {
-        const f32x16 k = same(by.key[i]), q = same(by.query[i]);
-        for (int b = 0; b < NB; b++) {
-            const f32x16 s = load<f32x16>(from + i * from_width + 16 * b);
-            seen[b] = fma(s, k, seen[b]);
-            out[b] = fma(s, q, out[b]);
-        }
+// `key`, `query` and `decay`: those of a request's first row.
+static inline void delta_vectors(const Delta& d, int64_t t, const float* key, const float* query, const float* decay, DeltaVectors& by) {
+    f32x16 overlap{};
+    for (int64_t c = 0, at = t * d.key_dim; c < d.key_dim; c += 16, at += 16) {
+        const f32x16 e = d.per_channel ? load<f32x16>(decay + at) : same(decay[t]), k = load<f32x16>(key + at), q = load<f32x16>(query + at);
+        store(by.decay + c, e), store(by.key + c, k * e), store(by.query + c, q * e);
+        overlap = fma(k, q, overlap);
     }
-    f32x16 change[NB];
-    for (int b = 0; b < NB; b++) {
-        change[b] = (load<f32x16>(v + 16 * b) - seen[b]) * beta;
-        store(v + 16 * b, fma(change[b], same(overlap), out[b]));
-    }
-    auto advance = [&](auto put) {
-        for (int64_t i = 0; i < size; i++) {
-            const f32x16 e = same(by.decay[i]), k = same(key[i]);
-            for (int b = 0; b < NB; b++)
-                put(i, 16 * b, fma(change[b], k, load<f32x16>(from + i * from_width + 16 * b) * e));
-        }
-    };
-    auto to_next = [&](int64_t i, int c, f32x16 s) { store(to.next + i * to.next_width + c, s); };
-    auto to_slot = [&](int64_t i, int c, f32x16 s) { stream(to.slot + i * slot_width + c, s); };
-    if (to.next && to.slot) advance([&](int64_t i, int c, f32x16 s) { to_next(i, c, s), to_slot(i, c, s); });
-    else if (to.next) advance(to_next);
-    else if (to.slot) advance(to_slot);
+    by.overlap = sum(overlap);
 }
 
-// All rows of a request, columns [at, at + 16 NB) of one head. The state between rows stays in `own`.
+// A state's 16 NB columns times a row's decayed key and query.
+template <int NB> struct DeltaSums {
+    f32x16 seen[NB], out[NB];
+    void add(int b, f32x16 s, f32x16 k, f32x16 q) { seen[b] = fma(s, k, seen[b]), out[b] = fma(s, q, out[b]); }
+};
+
+// put(i, column, elements) gets the state after a row: what it was, decayed, and the change along the key.
+template <int NB, class Put>
+static inline void delta_advance(const float* from, int64_t width, int64_t size, const float* decay, const float* key,
+                                 const f32x16 (&change)[NB], Put put) {
+    for (int64_t i = 0; i < size; i++) {
+        const f32x16 e = same(decay[i]), k = same(key[i]);
+        for (int b = 0; b < NB; b++) put(i, b, fma(change[b], k, load<f32x16>(from + i * width + 16 * b) * e));
+    }
+}
+
+// All rows of a request, columns [at, at + 16 NB) of one head. The state between rows stays in `own`; it is read once a row,
+// for the row's change and the next row's sums. v holds values and becomes results.
 template <int NB>
 static inline void delta_columns(const Delta& d, const StateRows& rows, int64_t head, int64_t at, float* scratch, int64_t R) {
-    const int64_t D = d.key_dim, group = d.value_heads / d.key_heads, slot = d.value_heads * D * d.value_dim;
+    const int64_t D = d.key_dim, group = d.value_heads / d.key_heads, slot = d.value_heads * D * d.value_dim, last = rows.count - 1;
     float* const mine = d.states + head * D * d.value_dim + at;
     alignas(64) float own[MAX_DELTA * 16 * NB];
-    const float* from = mine + rows.source * slot;
-    int64_t width = d.value_dim;
-    if (rows.source < 0) {
-        std::memset(own, 0, D * 16 * NB * sizeof(float));
-        from = own, width = 16 * NB;
-    }
+    const float* from = rows.source < 0 ? own : mine + rows.source * slot;
+    int64_t width = rows.source < 0 ? 16 * NB : d.value_dim;
+    if (from == own) std::memset(own, 0, D * 16 * NB * sizeof(float));
     const float *query = d.part(scratch, R, 0, head / group, D) + rows.first * D, *key = query + d.keys() * R;
     const float *beta = d.beta(scratch, R, head) + rows.first, *decay = d.decay(scratch, R, head) + rows.first * (d.per_channel ? D : 1);
     float* v = d.part(scratch, R, 2 * d.keys(), head, d.value_dim) + rows.first * d.value_dim + at;
-    for (int64_t t = 0; t < rows.count; t++, query += D, key += D, v += d.value_dim) {
-        DeltaVectors by;
-        f32x16 overlap{};
-        for (int64_t c = 0; c < D; c += 16) {
-            const f32x16 e = d.per_channel ? load<f32x16>(decay + t * D + c) : same(decay[t]);
-            const f32x16 k = load<f32x16>(key + c), q = load<f32x16>(query + c);
-            store(by.decay + c, e), store(by.key + c, k * e), store(by.query + c, q * e);
-            overlap = fma(k, q, overlap);
+    DeltaVectors of[2];
+    delta_vectors(d, 0, key, query, decay, of[0]);
+    DeltaSums<NB> sums{};
+    for (int64_t i = 0; i < D; i++)
+        for (int b = 0; b < NB; b++)
+            sums.add(b, load<f32x16>(from + i * width + 16 * b), same(of[0].key[i]), same(of[0].query[i]));
+    for (int64_t t = 0; t <= last; t++, v += d.value_dim) {
+        DeltaVectors &by = of[t % 2], &next = of[(t + 1) % 2];
+        f32x16 change[NB];
+        for (int b = 0; b < NB; b++) {
+            change[b] = (load<f32x16>(v + 16 * b) - sums.seen[b]) * beta[t];
+            store(v + 16 * b, fma(change[b], same(by.overlap), sums.out[b]));
         }
-        DeltaTargets to = {t + 1 < rows.count ? own : nullptr, 16 * NB, nullptr};
-        if (rows.targets[t] == rows.source && rows.source >= 0) to = {mine + rows.source * slot, d.value_dim, nullptr};
-        else if (rows.targets[t] >= 0) to.slot = mine + rows.targets[t] * slot;
-        delta_step<NB>(from, width, to, d.value_dim, D, by, key, beta[t], sum(overlap), v);
-        from = to.next, width = to.next_width;
+        float* const target = rows.targets[t] < 0 ? nullptr : mine + rows.targets[t] * slot;
+        auto advance = [&](auto put) { delta_advance<NB>(from, width, D, by.decay, key + t * D, change, put); };
+        auto to_target = [&](int64_t i, int b, f32x16 s) { stream(target + i * d.value_dim + 16 * b, s); };
+        if (t == last) {
+            if (target == from) advance([&](int64_t i, int b, f32x16 s) { store(target + i * d.value_dim + 16 * b, s); });
+            else if (target) advance(to_target);
+            return;
+        }
+        delta_vectors(d, t + 1, key, query, decay, next);
+        sums = {};
+        auto to_next = [&](int64_t i, int b, f32x16 s) {
+            store(own + (i * NB + b) * 16, s);
+            sums.add(b, s, same(next.key[i]), same(next.query[i]));
+        };
+        if (target) advance([&](int64_t i, int b, f32x16 s) { to_next(i, b, s), to_target(i, b, s); });
+        else advance(to_next);
+        from = own, width = 16 * NB;
     }
 }
 
