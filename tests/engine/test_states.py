@@ -312,9 +312,7 @@ def test_a_draft_that_is_always_right_proposes_in_every_step(rollback: str, outp
 def test_a_draft_that_fails_while_it_catches_up_loses_and_keeps_nothing(rollback: str, fails_at: int):
     draft = draft_with(EACH[rollback] + 2, rollback, fails_at=[fails_at])
     runner = TableRunner(num_pages=100, page_size=4)
-    engine = engine_of(
-        runner, drafter=standalone(draft), draft=draft, lengths=Seldom(K), max_num_seqs=1, reuses=True
-    )
+    engine = engine_of(runner, drafter=standalone(draft), draft=draft, lengths=Seldom(K), max_num_seqs=1, reuses=True)
     asked = request(0, prompt(150), max_tokens=30)
     engine.add(asked)
     failures = 0

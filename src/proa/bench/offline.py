@@ -110,4 +110,5 @@ def as_json(llm: LLM, peer: Peer | None, figures: Sequence[Figure]) -> dict[str,
             for figure in figures
         },
         "speculative_decoding": llm.stats()["speculative_decoding"],
+        "kernel_calls": llm.stats()["kernel_calls"],
     }

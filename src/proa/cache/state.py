@@ -114,8 +114,8 @@ class StateTables:
         """Room for the request's next forward: `rows` rows after its last one, tentative or committed.
 
         `is_revocable`: any number of them may be kept, as of proposed tokens; else all or none. `snapshots` are counts
-        of rows from the request's first one on: the states after them become snapshots by `keep` (`take_snapshots`); they
-        lie among these rows, which must not be revocable, at multiples of the block of a prefill.
+        of rows from the request's first one on: the states after them become snapshots by `keep` (`take_snapshots`).
+        They lie among these rows, which must not be revocable, at multiples of the block of a prefill.
         Raises CacheExhausted, and changes nothing, when slots or rows for inputs are missing.
         """
         if not self._is_open or rows < 1:

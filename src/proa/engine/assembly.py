@@ -106,6 +106,7 @@ class Assembled:
             "draft_length": self.engine.lengths.metrics() if proposes else None,
             "speculative_health": self.engine.health(),
             "prefix_cache": None if self.engine.reuse is None else self.engine.reuse.stats(),
+            "kernel_calls": {role: runner.kernel_calls() for role, runner in self.runners.items()},
         }
 
 
