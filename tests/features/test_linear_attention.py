@@ -147,7 +147,8 @@ def test_f30_target_and_draft_count_their_own_forwards(write: Write) -> None:
     layers = LINEAR_LAYERS["qwen3_next"]
     # One forward over the prompt, then one over anchor and 3 tokens in each step.
     assert target == {"delta.prefill/reference": layers, "delta.verify/reference": steps * layers}
-    # The prompt; per step three forwards, of which the first brings the last accepted token's row too, but not at first.
+    # The prompt; then three forwards per step. After a proposal the first one has the row of its last token beside the
+    # anchor's.
     assert draft == {
         "delta.prefill/torch": layers,
         "delta.verify/torch": (steps - 1) * layers,
