@@ -410,6 +410,8 @@ def test_whatever_the_pools_the_slots_and_the_drafts_every_request_answers_as_it
             one.tables.pool.check()
             if one.states is not None:
                 one.states.check()
+        waiting = sum(rows._stop - rows._start for rows in layer.drafter._observed.values())
+        assert waiting <= target.tables.pool.num_pages * target.tables.page_size, "more than the memory plan counts"
         if engine.reuse is not None:
             engine.reuse._tree.check()
         steps += 1

@@ -271,7 +271,9 @@ def _limits(
     length = schedule.max_model_len(ask.max_model_len, {"spec.max_positions": target.spec.max_positions})
     sizes = [runner_size(one, draft_tokens=draft_tokens) for one in runners]
     facts = memory_facts(caps, target.plan.device.value)
-    seqs, pages = memory(intent.cache, sizes, seqs, length.value, facts)
+    waits = any(one.spec.entry is not None for one in runners)
+    hidden = target.plan.dtype.value.nbytes(target.spec.hidden) if waits else 0
+    seqs, pages = memory(intent.cache, sizes, seqs, length.value, hidden, facts)
     capacity = pages.target_pages.value * target.plan.page_size.value
     reuse = {
         "target.numerics": target.plan.numerics.value,
