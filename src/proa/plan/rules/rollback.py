@@ -29,12 +29,13 @@ def _are_faster(facts: FactView) -> Blocked | None:
     measured = facts["measured.rollback"]
     if measured is None:
         return Blocked("replay takes less memory, and nobody has measured which is faster here", Source.DEFAULT)
-    if measured[Rollback.STATES.value] <= WORTH * measured[Rollback.REPLAY.value]:
-        return None
-    return Blocked(_said(measured), Source.HARDWARE)
+    return None if _is_faster(measured) else Blocked(_said(measured), Source.HARDWARE)
 
 
 def _have_room(facts: FactView) -> Blocked | None:
+    # Without proposals there is no such number, and a target's plan is the same with and without a draft beside it.
+    if not _is_faster(facts["measured.rollback"]):
+        return None
     needed, free = facts["states.bytes"], facts["caps.memory_available"]
     if needed <= free // OF_FREE:
         return None
@@ -44,7 +45,10 @@ def _have_room(facts: FactView) -> Blocked | None:
 
 FASTER = Condition(id="rollback.faster", reads=("measured.rollback",), blocks=Blocks.AUTO, check=_are_faster)
 ROOM = Condition(
-    id="rollback.room", reads=("states.bytes", "caps.memory_available"), blocks=Blocks.AUTO, check=_have_room
+    id="rollback.room",
+    reads=("measured.rollback", "states.bytes", "caps.memory_available"),
+    blocks=Blocks.AUTO,
+    check=_have_room,
 )
 
 
@@ -76,6 +80,10 @@ def rollback(
     reason = "keeps one state per request beside the committed one"
     replay = Option(value=Rollback.REPLAY, rule="rollback.replay", reason=reason, source=Source.DEFAULT)
     return settle(Knob(name="rollback", role=ctx.role, ask=ask), facts, (kept, replay))
+
+
+def _is_faster(measured: dict[str, float] | None) -> bool:
+    return measured is not None and measured[Rollback.STATES.value] <= WORTH * measured[Rollback.REPLAY.value]
 
 
 def _said(measured: dict[str, Any]) -> str:
