@@ -20,9 +20,9 @@ from proa.kernels.seam import Segment
 from proa.units import Phase, Rollback
 
 BUDGET = 0.25
-MIN_ROUNDS, MAX_ROUNDS = 3, 15
+MAX_ROUNDS = 15
 MAX_BYTES = 64 * 2**20
-"""For states: more layers than fit are not timed but counted, since fewer leave the caches cold as well."""
+"""For states: more layers than fit are counted, not timed. So many bytes leave the caches as cold as a model does."""
 
 
 class DeltaKernels(Protocol):
@@ -49,8 +49,8 @@ def measure_rollback(
     dtypes: tuple[torch.dtype, torch.dtype],
     clock: Callable[[], float] = time.perf_counter,
 ) -> RollbackCosts:
-    """`dtypes`: those of `case`, of rows and of states. A quarter second per shape of layers, the least of a few
-    rounds in turns: other work on the machine only ever adds time."""
+    """`dtypes`: those of `case`, of rows and of states. The least of a few rounds in turns, as other work only ever
+    adds time, within a quarter second per shape of layers; one round at least, however slow."""
     replay = states = 0.0
     for spec, count in Counter(case.layers).items():
         number = min(count, max(1, MAX_BYTES // ((1 + sum(case.cuts)) * 4 * prod(spec.state_shape))))
@@ -68,7 +68,7 @@ def _least(steps: Sequence[_Steps], counts: int, clock: Callable[[], float]) -> 
         one.run(0)  # the first one pays for what is made once
     end = clock() + BUDGET
     for done in range(MAX_ROUNDS):
-        if done >= MIN_ROUNDS and clock() > end:
+        if done and clock() > end:
             break
         for index, one in enumerate(steps):
             begin = clock()

@@ -15,7 +15,7 @@ from proa.kernels.bind import KernelNames, bind
 from proa.kernels.delta import NONE, DeltaRows, StateSlots
 from proa.kernels.rollback import RollbackCase, RollbackCosts, add_rollbacks, read_rollbacks, rollback_path
 from proa.kernels.seam import Segment
-from proa.kernels.time_rollback import BUDGET, MAX_BYTES, MIN_ROUNDS, measure_rollback
+from proa.kernels.time_rollback import BUDGET, MAX_BYTES, measure_rollback
 from proa.units import DType, Phase
 from tests.factories.deltas import spec
 
@@ -161,14 +161,14 @@ def test_layers_of_several_shapes_add_up_and_many_are_counted_but_not_timed() ->
     slot = 4 * 32 * 128 * 128
     assert MAX_BYTES // (3 * slot) == 10  # of the 30
     rounds = Counter(kind for kind, _ in kernels.calls)["replay"] / (10 + 1)
-    assert rounds >= MIN_ROUNDS
+    assert rounds > 2
 
 
-def test_slow_kernels_get_a_few_rounds_and_no_more() -> None:
+def test_slow_kernels_get_one_round_and_no_more() -> None:
     quick, slow = timed(case_of(spec("gdn")))[1], timed(case_of(spec("gdn")), noise=10 * BUDGET)[1]
     assert len(slow.calls) < len(quick.calls)
-    # Verifies: one of each way to begin with, then four of each way in a round.
-    assert sum(kind == "delta" for kind, _ in slow.calls) == 2 + MIN_ROUNDS * 2 * 4
+    # Verifies: one of each way to begin with, then four of each way.
+    assert sum(kind == "delta" for kind, _ in slow.calls) == 2 + 2 * 4
 
 
 @pytest.mark.parametrize("is_draft", [False, True])
