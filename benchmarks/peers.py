@@ -17,9 +17,10 @@ from client import Side
 from install import PEERS, install, python_of
 from models import read_manifest
 from pairing import Pair, as_json, collect, measure_pair
-from probe import Probe
 from record import RESULTS, save
 from workload import CASES, model_path
+
+from proa.bench.probe import Probe
 
 ROOT = Path("build/benchmarks")
 ATTEMPTS_PER_ROUND = 2

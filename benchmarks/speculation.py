@@ -15,11 +15,11 @@ from statistics import harmonic_mean
 from typing import Any
 
 from pairing import Pair, as_json, collect, measure_pair
-from probe import Probe
 from record import RESULTS, save
 from workload import model_path
 
 from proa import LLM, RequestOutput, SamplingParams
+from proa.bench.probe import Probe
 
 PROMPTS = (("mt-bench", 0), ("mt-bench", 40), ("humaneval", 0), ("humaneval", 10), ("gsm8k", 0))
 AT_ONCE = 8

@@ -12,10 +12,11 @@ from typing import Any
 
 from inprocess import KnownAnswer, decode_steps, open_target
 from pairing import as_json, collect, measure_pair
-from probe import Probe
 from record import RESULTS, save
 from sides.protocol import prompts
 from workload import model_path
+
+from proa.bench.probe import Probe
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 96

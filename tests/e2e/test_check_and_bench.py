@@ -55,6 +55,8 @@ def test_bench_tells_speeds_and_the_accept_length(tiny: Callable[..., Path]) -> 
     assert list(told["kernel_calls"]) == ["target"] and all(told["kernel_calls"]["target"].values())
     table = proa("bench", tiny("llama"), *figures, *SETTINGS)
     assert "decode b2" in table.stdout
+    [roof] = [line for line in table.stdout.splitlines() if line.startswith("  weights")]
+    assert float(roof.split("GB/s")[0].split()[-1]) >= 0 and "probed" in roof
 
 
 @pytest.mark.oracle

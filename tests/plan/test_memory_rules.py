@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import ceil, prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from proa.plan.rules.memory import RunnerSize, memory
 from proa.plan.rules.states import StateSize
 from proa.units import Role
 from tests.factories.checkpoints import tensor_shapes, tiny_config
-from tests.factories.headers import GPU_HOST, LAPTOP, planned, write_tiny_headers
+from tests.factories.headers import GPU_HOST, LAPTOP, planned, write_headers, write_tiny_headers
 
 GIB = 2**30
 STATELESS = StateSize(slot_bytes=0, slots=0, row_bytes=0, rows=0)
@@ -43,6 +44,20 @@ def test_the_bytes_are_those_of_the_stored_tensors_and_of_the_kv_rows(llama: Pat
     weights = sum(prod(shape) for _, shape in tensor_shapes(tiny_config("llama"))) * 4
     assert plan.weights_bytes == {"target": weights}
     assert plan.page_bytes == {"target": PAGE}
+
+
+def test_a_step_reads_one_row_of_the_embedding_and_the_routed_experts(tmp_path: Path) -> None:
+    """glm4_moe, untied: all stored tensors but the other rows of the embedding and the experts beyond top_k."""
+    config = tiny_config("glm4_moe", num_nextn_predict_layers=0)
+    read = 0
+    for name, shape in tensor_shapes(config):
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if name == "model.embed_tokens.weight":
+            read += shape[1]
+        elif expert is None or int(expert[1]) < config["num_experts_per_tok"]:
+            read += prod(shape)
+    memory_plan = planned(write_headers(tmp_path / "glm", config, dtype="F32")).plans.memory
+    assert memory_plan.step_bytes == {"target": 4 * read}
 
 
 def test_a_small_model_gets_pages_for_every_request_at_full_length_and_no_more(llama: Path) -> None:
@@ -157,6 +172,7 @@ def test_any_budget_is_kept_and_used_and_both_runners_hold_the_same_tokens(
         RunnerSize(
             role=role,
             weights_bytes=0,
+            step_bytes=0,
             page_bytes=row[i] * pages[i],
             page_size=pages[i],
             slack=slack * i,
@@ -184,7 +200,15 @@ def test_any_budget_is_kept_and_used_and_both_runners_hold_the_same_tokens(
 
 
 def test_auto_memory_is_the_least_of_its_three_bounds() -> None:
-    size = RunnerSize(role=Role.TARGET, weights_bytes=GIB, page_bytes=2**20, page_size=16, slack=0, states=STATELESS)
+    size = RunnerSize(
+        role=Role.TARGET,
+        weights_bytes=GIB,
+        step_bytes=GIB,
+        page_bytes=2**20,
+        page_size=16,
+        slack=0,
+        states=STATELESS,
+    )
 
     def pages(seqs: int, facts: dict[str, int], hidden: int = 0) -> int:
         return memory(CacheIntent(), [size], requests(seqs), 16, hidden, facts)[1].target_pages.value

@@ -29,12 +29,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Tokens per second, medians over the rounds. `ratio`: median of Proa / peer within each round."""
+    """Tokens per second, medians over the rounds. `ratio`: median of Proa / peer within each round. `bandwidth`: GB/s
+    that memory gave to a plain read beside them."""
 
     workload: Workload
     proa: float
     peer: float | None
     ratio: float | None
+    bandwidth: float
 
 
 def workloads(prompt_tokens: int, new_tokens: int, batches: Sequence[int]) -> tuple[Workload, ...]:
@@ -45,8 +47,11 @@ def workloads(prompt_tokens: int, new_tokens: int, batches: Sequence[int]) -> tu
     return prefill, *decode
 
 
-def measure(llm: LLM, peer: Peer | None, work: Sequence[Workload], rounds: int) -> list[Figure]:
-    """Every workload `rounds` times after a warm-up, Proa and the peer in turns, so that both meet the same host."""
+def measure(
+    llm: LLM, peer: Peer | None, work: Sequence[Workload], rounds: int, probe: Callable[[], float]
+) -> list[Figure]:
+    """Every workload `rounds` times after a warm-up, Proa and the peer in turns, so that both meet the same host; then
+    `probe` tells the memory's bandwidth in GB/s."""
     figures = []
     for workload in work:
         prompts = random_prompts(workload, llm.vocab_size)
@@ -55,8 +60,8 @@ def measure(llm: LLM, peer: Peer | None, work: Sequence[Workload], rounds: int) 
             sides.append(peer.seconds)
         for side in sides:
             side(prompts, 2)
-        measured = [[rate(side, workload, prompts) for side in sides] for _ in range(rounds)]
-        pairs = [pair for pair in measured if min(pair) > 0]
+        measured = [([rate(side, workload, prompts) for side in sides], probe()) for _ in range(rounds)]
+        pairs = [pair for pair, _ in measured if min(pair) > 0]
         if not pairs:
             raise ConfigError(
                 "bench/too-short",
@@ -69,6 +74,7 @@ def measure(llm: LLM, peer: Peer | None, work: Sequence[Workload], rounds: int) 
                 proa=median(pair[0] for pair in pairs),
                 peer=median(pair[1] for pair in pairs) if peer else None,
                 ratio=median(pair[0] / pair[1] for pair in pairs) if peer else None,
+                bandwidth=median(speed for _, speed in measured),
             )
         )
     return figures
@@ -97,6 +103,15 @@ def random_prompts(workload: Workload, vocab: int) -> list[list[int]]:
     return [[source.randrange(10, vocab) for _ in range(workload.prompt_tokens)] for _ in range(workload.batch)]
 
 
+def roofline(figure: Figure, step_bytes: int) -> tuple[float, float] | None:
+    """GB/s of weights that plain decoding of one request reads, and which part of the bandwidth that is; None for other
+    workloads."""
+    if not figure.workload.new_tokens or figure.workload.batch > 1:
+        return None
+    read = figure.proa * step_bytes / 1e9
+    return read, read / figure.bandwidth
+
+
 def as_json(llm: LLM, peer: Peer | None, figures: Sequence[Figure]) -> dict[str, Any]:
     target = llm.explain()["runners"]["target"]
     return {
@@ -109,6 +124,8 @@ def as_json(llm: LLM, peer: Peer | None, figures: Sequence[Figure]) -> dict[str,
             figure.workload.name: {"proa": figure.proa, "peer": figure.peer, "ratio": figure.ratio}
             for figure in figures
         },
+        "bandwidth": {figure.workload.name: figure.bandwidth for figure in figures},
+        "step_bytes": llm.explain()["memory"]["step_bytes"]["target"],
         "speculative_decoding": llm.stats()["speculative_decoding"],
         "kernel_calls": llm.stats()["kernel_calls"],
     }

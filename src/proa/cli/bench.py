@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from proa.bench.peer import Peer
     from proa.llm import LLM
 
+PROBED_BYTES = 2**28
+"""More than any cache holds."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -32,11 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> int:
     from proa.bench.offline import as_json, measure, workloads
+    from proa.bench.probe import Probe
     from proa.cli.loading import open_llm
 
     work = workloads(args.prompt_tokens, args.new_tokens, args.batch)
-    with open_llm(config, out, is_cold=True) as llm, open_peer(args.peer, llm, out) or nullcontext() as peer:
-        figures = measure(llm, peer, work, args.rounds)
+    with (
+        open_llm(config, out, is_cold=True) as llm,
+        open_peer(args.peer, llm, out) or nullcontext() as peer,
+        Probe(llm.threads, PROBED_BYTES) as probe,
+    ):
+        figures = measure(llm, peer, work, args.rounds, probe)
         if args.json:
             out.json(as_json(llm, peer, figures))
         else:
@@ -56,7 +64,10 @@ def open_peer(asked: str, llm: LLM, out: Output) -> Peer | None:
 
 
 def table(llm: LLM, peer: Peer | None, figures: Sequence[Figure]) -> list[str]:
-    target = llm.explain()["runners"]["target"]
+    from proa.bench.offline import roofline
+
+    plan, speculation = llm.explain(), llm.stats()["speculative_decoding"]
+    target, step_bytes = plan["runners"]["target"], plan["memory"]["step_bytes"]["target"]
     head = f"{'tok/s':14}{'proa':>10}" + (f"{peer.name:>16}{'ratio':>8}" if peer else "")
     lines = [f"{target['checkpoint']}  {target['dtype']}, {llm.threads} threads", head]
     for figure in figures:
@@ -64,7 +75,9 @@ def table(llm: LLM, peer: Peer | None, figures: Sequence[Figure]) -> list[str]:
         lines.append(line + (f"{figure.peer:16.1f}{figure.ratio:8.2f}" if figure.ratio is not None else ""))
         if figure.workload.new_tokens:
             lines.append(f"{'  per token':14}{1000 * figure.workload.batch / figure.proa:8.2f} ms")
-    speculation = llm.stats()["speculative_decoding"]
+        # A step that verifies proposals emits more than a token for the same weights.
+        if not speculation and (roof := roofline(figure, step_bytes)):
+            lines.append(f"{'  weights':14}{roof[0]:10.1f} GB/s, {roof[1]:.0%} of {figure.bandwidth:.1f} probed")
     if speculation:
         lines.append(f"accept length {speculation['mean_acceptance_length']:.2f}")
     return lines

@@ -1,10 +1,12 @@
-"""Bytes of one runner's weights and states in memory, from its plan, parameters and spec. What is built is equal."""
+"""Bytes of one runner's weights and states in memory, and of what a step reads of them, from its plan, parameters and
+spec. What is built is equal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
 
+from proa.arch.blocks import MoESpec
 from proa.arch.decoder import DecoderSpec
 from proa.arch.delta_blocks import DeltaSpec
 from proa.arch.layout import ParameterInfo
@@ -13,6 +15,7 @@ from proa.plan.runner_plan import RunnerPlan
 from proa.units import DType
 
 EMBEDDING = "embed.weight"
+EXPERT_STACKS = ("experts.gate_up", "experts.down")
 
 
 def weights_bytes(parameters: Mapping[str, ParameterInfo], plan: RunnerPlan) -> int:
@@ -21,6 +24,19 @@ def weights_bytes(parameters: Mapping[str, ParameterInfo], plan: RunnerPlan) -> 
     return sum(sizes.values()) + (
         sizes[EMBEDDING] if copies_embedding(plan.matmul_kernel.value, plan.head.value) else 0
     )
+
+
+def step_bytes(spec: DecoderSpec, parameters: Mapping[str, ParameterInfo], plan: RunnerPlan) -> int:
+    """Of the weights that a step of one row reads: of experts the routed ones, of a table of its own one row."""
+    sizes = {name: _packed_bytes(info, plan.dtype.value) for name, info in parameters.items()}
+    for layer in spec.layers:
+        if isinstance(layer.ffn, MoESpec):
+            unread = layer.ffn.num_experts - layer.ffn.top_k
+            for name in (f"layers.{layer.index}.ffn.{part}" for part in EXPERT_STACKS):
+                sizes[name] -= sizes[name] // parameters[name].shape[0] * unread
+    if plan.head.value != "tied" and EMBEDDING in sizes:
+        sizes[EMBEDDING] //= spec.vocab
+    return sum(sizes.values())
 
 
 def state_bytes(spec: DecoderSpec, compute: DType, states: DType | None) -> int:

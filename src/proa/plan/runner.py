@@ -14,7 +14,7 @@ from proa.arch.weights import NameMap, Place, Unknown
 from proa.errors import WeightError
 from proa.plan.context import RunnerContext, runner_facts
 from proa.plan.digest import digest_of, plain, stable
-from proa.plan.footprint import kept_bytes, state_bytes, weights_bytes
+from proa.plan.footprint import kept_bytes, state_bytes, step_bytes, weights_bytes
 from proa.plan.kept import kept_forms
 from proa.plan.planned import Planned
 from proa.plan.rules import host, kernels, layout, linear_attention, moe, quant, rollback
@@ -142,6 +142,7 @@ def runner_size(planned: Planned, *, draft_tokens: int) -> RunnerSize:
     return RunnerSize(
         role=plan.role,
         weights_bytes=weights_bytes(planned.parameters, plan),
+        step_bytes=step_bytes(spec, planned.parameters, plan),
         page_bytes=row * plan.page_size.value,
         page_size=plan.page_size.value,
         slack=draft_tokens if plan.role is Role.DRAFT else 0,

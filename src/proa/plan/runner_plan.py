@@ -113,7 +113,8 @@ class MemoryPlan:
     """Pages of each runner's pool (0 without a draft runner), slots for states that do not grow, and their bytes.
 
     By role: `state_slots` are for running requests, `snapshot_slots` for states that later requests may begin from;
-    both are 0 without linear attention. `kept_rows` are inputs of verified rows, kept to be applied again.
+    both are 0 without linear attention. `kept_rows` are inputs of verified rows, kept to be applied again. Of
+    `weights_bytes`, a step of one row reads `step_bytes`.
     `hidden_bytes` is the most that hidden rows of the target can take which wait for a draft that lives on them.
     """
 
@@ -126,6 +127,7 @@ class MemoryPlan:
     state_bytes: Mapping[str, int]
     weights_bytes: Mapping[str, int]
     hidden_bytes: int
+    step_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

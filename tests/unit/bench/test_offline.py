@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from proa.bench import offline
-from proa.bench.offline import Workload, measure, rate
+from proa.bench.offline import Figure, Workload, measure, rate, roofline
 from proa.errors import ConfigError
 
 DECODE = Workload(name="decode b2", batch=2, prompt_tokens=4, new_tokens=10)
@@ -32,12 +32,20 @@ def test_a_round_in_which_noise_hides_the_answer_is_dropped(monkeypatch: pytest.
         return next(seconds)
 
     monkeypatch.setattr(offline, "generate_seconds", timed)
-    [figure] = measure(SimpleNamespace(vocab_size=99), None, [DECODE], rounds=2)
+    [figure] = measure(SimpleNamespace(vocab_size=99), None, [DECODE], rounds=2, probe=lambda: 30.0)
     assert figure.proa == 10.0 and figure.ratio is None
 
 
 def test_when_noise_hides_all_rounds_the_message_names_the_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "generate_seconds", lambda llm, prompts, count: 1.0)
     with pytest.raises(ConfigError, match="decode b2") as caught:
-        measure(SimpleNamespace(vocab_size=99), None, [DECODE], rounds=2)
+        measure(SimpleNamespace(vocab_size=99), None, [DECODE], rounds=2, probe=lambda: 30.0)
     assert caught.value.slug == "bench/too-short"
+
+
+def test_roofline_is_of_plain_steps_of_one_row() -> None:
+    """100 tokens/s of 200 MB of weights are 20 GB/s, half of 40."""
+    for batch, new_tokens, wanted in ((1, 10, (20.0, 0.5)), (8, 10, None), (1, 0, None)):
+        work = Workload(name="any", batch=batch, prompt_tokens=32, new_tokens=new_tokens)
+        figure = Figure(workload=work, proa=100.0, peer=None, ratio=None, bandwidth=40.0)
+        assert roofline(figure, 200_000_000) == wanted

@@ -26,7 +26,8 @@ RESERVE_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSize:
-    """What one runner takes: resident weights, and bytes of a page of `page_size` rows over all its layers.
+    """What one runner takes: resident weights, and bytes of a page of `page_size` rows over all its layers. Of the
+    weights, a step of one row reads `step_bytes`.
 
     `slack` is how many rows a request may hold beyond its length (proposed ones, in the draft's pool); `states` are
     what it holds beside its rows.
@@ -34,6 +35,7 @@ class RunnerSize:
 
     role: Role
     weights_bytes: int
+    step_bytes: int
     page_bytes: int
     page_size: int
     slack: int
@@ -123,6 +125,7 @@ def _pages(
         state_bytes={size.role.value: size.states.slot_bytes for size in sizes},
         weights_bytes={size.role.value: size.weights_bytes for size in sizes},
         hidden_bytes=kept,
+        step_bytes={size.role.value: size.step_bytes for size in sizes},
     )
 
 
