@@ -175,7 +175,7 @@ class LLM:
         return self._open_parts.ledger()
 
     def stats(self) -> dict[str, Any]:
-        """Since the start: requests waiting and running, and what the proposals were worth."""
+        """Since the start: requests waiting and running, what proposals were worth, each runner's kernel calls."""
         return self._open_parts.stats()
 
     # The end

@@ -52,6 +52,7 @@ def test_bench_tells_speeds_and_the_accept_length(tiny: Callable[..., Path]) -> 
     assert all(figure["proa"] > 0 and figure["peer"] is None for figure in told["tokens_per_second"].values())
     assert told["speculative_decoding"]["mean_acceptance_length"] >= 1.0
     assert told["peer"] is None
+    assert list(told["kernel_calls"]) == ["target"] and all(told["kernel_calls"]["target"].values())
     table = proa("bench", tiny("llama"), *figures, *SETTINGS)
     assert "decode b2" in table.stdout
     [roof] = [line for line in table.stdout.splitlines() if line.startswith("  weights")]

@@ -14,9 +14,9 @@ from proa.checkpoint.open import open_checkpoint
 from proa.config.intent import EngineConfig
 from proa.config.load import load_config
 from proa.kernels.caps import DeviceCaps
-from proa.kernels.cost import RollbackCosts
 from proa.kernels.nvml import Gpu
 from proa.kernels.plugins import KernelPlugin
+from proa.kernels.rollback import RollbackCosts
 from proa.plan.planned import Resolved
 from proa.plan.resolve import resolve
 from tests.factories.checkpoints import tensor_shapes, tiny_config

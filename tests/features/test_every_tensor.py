@@ -130,9 +130,7 @@ def test_f22_weights_that_are_there_twice_are_named(tmp_path: Path, verb: Verb) 
     refused(verb, model, slug="weights/unclaimed", role="target", says=says)
 
 
-def test_f22_a_second_copy_in_another_shard_is_listed_and_the_index_says_which_is_read(
-    tmp_path: Path, verb: Verb
-) -> None:
+def test_f22_a_second_copy_in_another_shard_is_listed_and_must_be_equal(tmp_path: Path, verb: Verb) -> None:
     model = write(tmp_path, shards=2)
     first, second = sorted(model.glob("*.safetensors"))
     tensors, name = load_file(second), "model.embed_tokens.weight"
@@ -140,6 +138,11 @@ def test_f22_a_second_copy_in_another_shard_is_listed_and_the_index_says_which_i
     save_file({**tensors, name: torch.zeros(512, 64)}, second, {"format": "pt"})
     found = verb("inspect", model, "--json")
     assert found.code == 0 and found.json["files"]["not_in_index"] == [f"{second.name}: {name}"]
+    other = verb("run", model, *RUN)
+    assert other.code == 3 and "checkpoint/copy-differs" in other.err
+    assert f"{second.name}: {name} has other values here than in {first.name}" in other.err
+    save_file({**tensors, name: load_file(first)[name]}, second, {"format": "pt"})
+    assert verb("run", model, *RUN).code == 0
     save_file({**tensors, "model.embed_tokens.kernel": torch.zeros(512, 64)}, second, {"format": "pt"})
     stray = verb("inspect", model)
     assert stray.code == 3 and "model.embed_tokens.kernel" in stray.err

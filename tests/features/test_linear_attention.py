@@ -44,7 +44,7 @@ def write(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -
 
 def calls_of(llm: LLM) -> Calls:
     """Calls so far by op and backend, of every runner."""
-    return {role: Counter(runner.kernel_calls()) for role, runner in llm._open_parts.runners.items()}
+    return {role: Counter(calls) for role, calls in llm.stats()["kernel_calls"].items()}
 
 
 def backends(calls: Mapping[str, int], op: str) -> dict[str, set[str]]:
@@ -112,6 +112,48 @@ def test_f28_a_dumped_intent_holds_what_was_asked_and_no_default(write: Write, g
     dumped = verb("explain", write("qwen3_next"), "--linear-attention.decode", "reference", "--dump-config", *gpu).out
     asked = [line for line in dumped.splitlines() if "linear_attention" in line and not line.startswith("#")]
     assert len(asked) == 2 and all(".decode = " in line and '"reference"' in line for line in asked)  # of both runners
+
+
+LINEAR_LAYERS = {"qwen3_next": 3, "kimi_linear": 4}  # of the tiny checkpoints (tests/factories)
+
+
+def delta_calls(llm: LLM, role: str) -> dict[str, int]:
+    return {key: count for key, count in calls_of(llm)[role].items() if key.startswith("delta.") and count}
+
+
+@pytest.mark.parametrize("kernels", [("torch", "reference"), ("reference", "torch"), ("auto", "auto")])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+def test_f30_each_phase_counts_the_kernel_that_the_plan_names_and_no_other(
+    family: str, kernels: tuple[str, str], write: Write
+) -> None:
+    asks = dict(zip(("linear_attention_prefill", "linear_attention_decode"), kernels, strict=True))
+    with LLM(write(family), **ALONE, **asks, prefill_chunk=64) as llm:
+        assert delta_calls(llm, "target") == {}
+        llm.generate([PROMPTS[1]], PARAMS)
+        names = planned(llm, "target", "linear_attention")
+        # Of 70 tokens 64 are the first chunk; the second one's forward gives the first of 16 tokens.
+        calls = {"prefill": 2 * LINEAR_LAYERS[family], "decode": 15 * LINEAR_LAYERS[family]}
+        assert delta_calls(llm, "target") == {f"delta.{phase}/{names[phase]}": n for phase, n in calls.items()}
+
+
+def test_f30_target_and_draft_count_their_own_forwards(write: Write) -> None:
+    """A draft that is its target: each step accepts 3 tokens and adds one, so no row is ever replayed."""
+    asks = {"target_linear_attention": "reference", "draft_linear_attention": "torch"}
+    with LLM(write("qwen3_next"), draft=write("qwen3_next"), **DRAFTED, **asks) as llm:
+        llm.generate([PROMPTS[1]], SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True))
+        steps = llm.stats()["speculative_decoding"]["num_drafts"]
+        target, draft = (delta_calls(llm, role) for role in ("target", "draft"))
+    assert steps == 4
+    layers = LINEAR_LAYERS["qwen3_next"]
+    # One forward over the prompt, then one over anchor and 3 tokens in each step.
+    assert target == {"delta.prefill/reference": layers, "delta.verify/reference": steps * layers}
+    # The prompt; then three forwards per step. After a proposal the first one has the row of its last token beside the
+    # anchor's.
+    assert draft == {
+        "delta.prefill/torch": layers,
+        "delta.verify/torch": (steps - 1) * layers,
+        "delta.decode/torch": (2 * steps + 1) * layers,
+    }
 
 
 # F29, F30, F34

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,25 @@ def test_the_memory_of_a_draft_is_its_own_layer_and_nothing_that_it_borrows(mode
     alone = planned(models["glm4_moe_lite"]).plans.memory
     assert alone.weights_bytes["target"] == memory.weights_bytes["target"]
     assert memory.weights_bytes["draft"] < alone.weights_bytes["target"] - 2 * 2 * 512 * 64
+
+
+def test_hidden_rows_that_wait_for_a_draft_are_in_the_memory_plan(models: dict[str, Path]) -> None:
+    """At most one of 64 bfloat16 elements beside each row of the target's cache."""
+    plans = planned(models["glm4_moe_lite"], speculative="nextn").plans
+    most = plans.memory.target_pages.value * 16 * 64 * 2
+    assert plans.memory.hidden_bytes == most == explain_json(plans, {})["memory"]["hidden_bytes"]
+    assert plans.memory.target_pages.inputs["memory.hidden_bytes"] == most
+    for other in ({}, {"speculative": "ngram"}, {"draft": models["glm4_moe_lite"]}):
+        assert planned(models["glm4_moe_lite"], **other).plans.memory.hidden_bytes == 0
+    pages = explain_json(plans, {})["memory"]["page_bytes"]
+    cache = plans.memory.target_pages.value * pages["target"] + plans.memory.draft_pages.value * pages["draft"]
+    weights = sum(plans.memory.weights_bytes.values())
+    asked = {"speculative": "nextn", "kv_memory": cache}
+    most = planned(models["glm4_moe_lite"], **asked).plans.memory.target_pages.value * 16 * 64 * 2
+    for more, told in ((most, []), (most - 1, ["weights, states, hidden rows and pages take"])):
+        caps = replace(LAPTOP, memory_available=weights + cache + more)
+        notes = planned(models["glm4_moe_lite"], caps=caps, **asked).plans.memory.target_pages.notes
+        assert [note.reason.partition(" take")[0] + " take" for note in notes] == told
 
 
 # own tensors decide (F8, F16)

@@ -183,7 +183,7 @@ def test_any_budget_is_kept_and_used_and_both_runners_hold_the_same_tokens(
     ask = CacheIntent(memory_bytes=Choice(value=budget, origin=Origin(source=OriginSource.API)))
     facts = {"caps.memory_bytes": 2**40, "caps.memory_available": 2**40}
     try:
-        _, plan = memory(ask, sizes, requests(seqs), 10**9, facts)
+        _, plan = memory(ask, sizes, requests(seqs), 10**9, 0, facts)
     except CacheExhausted:
         one_page = seqs * slack + pages[0]
         assert (
@@ -210,10 +210,13 @@ def test_auto_memory_is_the_least_of_its_three_bounds() -> None:
         states=STATELESS,
     )
 
-    def pages(seqs: int, facts: dict[str, int]) -> int:
-        return memory(CacheIntent(), [size], requests(seqs), 16, facts)[1].target_pages.value
+    def pages(seqs: int, facts: dict[str, int], hidden: int = 0) -> int:
+        return memory(CacheIntent(), [size], requests(seqs), 16, hidden, facts)[1].target_pages.value
 
     free = {"caps.memory_bytes": 64 * GIB, "caps.memory_available": 3 * GIB}
     assert pages(1, free) == 1
     assert pages(10**6, free) == (2 * GIB - GIB // 2) // 2**20
     assert pages(10**6, free | {"caps.memory_available": 60 * GIB}) == 4096
+    # Beside a row of 64 KiB hidden rows of 16 KiB may wait for a draft: a fifth of what is free is theirs.
+    assert pages(10**6, free, 2**14) == (2 * GIB - GIB // 2) * 4 // 5 // 2**20
+    assert pages(10**6, free | {"caps.memory_available": 60 * GIB}, 2**14) == 4096

@@ -10,7 +10,7 @@ import pytest
 
 from proa.conditions import Source
 from proa.errors import CacheExhausted, PlanError
-from proa.kernels.cost import RollbackCosts
+from proa.kernels.rollback import RollbackCosts
 from proa.plan.explain import explain_json, explain_table
 from proa.plan.rules.states import StateSize
 from proa.plan.runner_plan import PlanSet
@@ -165,24 +165,69 @@ def test_states_are_float32_unless_asked_otherwise(gdn: Path, dense: Path) -> No
 # rollback
 
 
+DRAFTED = {"speculative": "ngram", "num_draft_tokens": 3, "threads": 2}
+# 3 layers of GDN as above, on a host without a compiler.
+CASE = (
+    "3 x keys 2x16, values 4x24, 4 taps, decay by head; decode torch; verify torch; bfloat16, states float32; "
+    "3 tokens verified; threads 2"
+)
+FASTER = RollbackCosts(replay=0.002, states=0.001)
+
+
 def test_a_rejected_proposal_is_undone_by_replay_unless_states_were_measured_to_be_faster(gdn: Path) -> None:
-    auto = plans_of(gdn).target.rollback
+    auto = plans_of(gdn, **DRAFTED).target.rollback
     assert (auto.value, auto.source) == (Rollback.REPLAY, Source.DEFAULT)
     assert "nobody has measured" in auto.reason
-    slower = plans_of(gdn, rollbacks={"qwen3_next": RollbackCosts(replay=0.001, states=0.002)}).target.rollback
-    assert slower.value is Rollback.REPLAY and "1 ms with replay, 2 ms with states" in slower.reason
-    faster = plans_of(gdn, rollbacks={"qwen3_next": RollbackCosts(replay=0.002, states=0.001)}).target.rollback
-    assert (faster.value, faster.source) == (Rollback.STATES, Source.HARDWARE)
-    other = plans_of(gdn, rollbacks={"kimi_linear": RollbackCosts(replay=0.002, states=0.001)}).target.rollback
-    assert other == auto
+    slower = {CASE: RollbackCosts(replay=0.001, states=0.002)}
+    kept = plans_of(gdn, rollbacks=slower, **DRAFTED).target.rollback
+    assert (kept.value, kept.source, kept.rule) == (Rollback.REPLAY, Source.HARDWARE, "rollback.faster")
+    assert kept.reason == "measured: 1 ms a step with replay, 2 ms with states of all rows"
+    changed = plans_of(gdn, rollbacks={CASE: FASTER}, **DRAFTED).target.rollback
+    assert (changed.value, changed.source) == (Rollback.STATES, Source.HARDWARE)
+    assert changed.reason == "measured: 2 ms a step with replay, 1 ms with states of all rows"
+    assert changed.inputs["measured.rollback"] == {"replay": 0.002, "states": 0.001}
+
+
+def test_a_difference_that_may_be_the_measurement_s_own_is_none(gdn: Path) -> None:
+    near = {CASE: RollbackCosts(replay=0.001, states=0.00096)}
+    assert plans_of(gdn, rollbacks=near, **DRAFTED).target.rollback.value is Rollback.REPLAY
+    far = {CASE: RollbackCosts(replay=0.001, states=0.00094)}
+    assert plans_of(gdn, rollbacks=far, **DRAFTED).target.rollback.value is Rollback.STATES
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"num_draft_tokens": 4}, {"threads": 1}, {"linear_attention": "reference"}, {"dtype": "float32"}],
+)
+def test_what_was_measured_of_another_case_says_nothing_of_this_one(gdn: Path, other: dict[str, Any]) -> None:
+    auto = plans_of(gdn, rollbacks={CASE: FASTER}, **{**DRAFTED, **other}).target.rollback
+    assert auto.value is Rollback.REPLAY and "nobody has measured" in auto.reason
+
+
+def test_a_draft_is_measured_as_a_draft(gdn: Path) -> None:
+    asks = {"draft": gdn, "num_draft_tokens": 3, "threads": 2}
+    both = plans_of(gdn, rollbacks={CASE: FASTER}, **asks)
+    assert (both.target.rollback.value, both.draft.rollback.value) == (Rollback.STATES, Rollback.REPLAY)
+    drafted = {CASE.replace("verified", "drafted"): FASTER}
+    both = plans_of(gdn, rollbacks=drafted, **asks)
+    assert (both.target.rollback.value, both.draft.rollback.value) == (Rollback.REPLAY, Rollback.STATES)
+
+
+def test_states_of_all_rows_are_not_taken_where_they_would_crowd_out_requests(gdn: Path) -> None:
+    each = 5 * SLOT  # a committed state and those of 4 rows
+    for seqs, room in ((10, True), (11, False)):
+        caps = replace(LAPTOP, memory_available=8 * 10 * each)
+        found = plans_of(gdn, caps=caps, rollbacks={CASE: FASTER}, max_num_seqs=seqs, **DRAFTED).target.rollback
+        assert (found.value is Rollback.STATES) == room
+    assert (found.rule, found.source) == ("rollback.room", Source.HARDWARE)
+    assert "more than one part in 8" in found.reason
 
 
 def test_what_was_measured_is_in_no_digest(gdn: Path) -> None:
-    table = {"qwen3_next": RollbackCosts(replay=0.002, states=0.001)}
-    measured, plain = plans_of(gdn, rollbacks=table), plans_of(gdn)
+    measured, plain = plans_of(gdn, rollbacks={CASE: FASTER}, **DRAFTED), plans_of(gdn, **DRAFTED)
     assert measured.target.rollback.value is not plain.target.rollback.value
     assert (measured.digest, measured.target.digest) == (plain.digest, plain.target.digest)
-    assert plans_of(gdn, rollback="states").target.digest != plain.target.digest
+    assert plans_of(gdn, rollback="states", **DRAFTED).target.digest != plain.target.digest
 
 
 def test_an_ask_for_a_rollback_is_taken_and_of_a_dense_model_says_that_it_does_not_apply(

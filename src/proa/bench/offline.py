@@ -127,4 +127,5 @@ def as_json(llm: LLM, peer: Peer | None, figures: Sequence[Figure]) -> dict[str,
         "bandwidth": {figure.workload.name: figure.bandwidth for figure in figures},
         "step_bytes": llm.explain()["memory"]["step_bytes"]["target"],
         "speculative_decoding": llm.stats()["speculative_decoding"],
+        "kernel_calls": llm.stats()["kernel_calls"],
     }

@@ -114,8 +114,8 @@ class StateTables:
         """Room for the request's next forward: `rows` rows after its last one, tentative or committed.
 
         `is_revocable`: any number of them may be kept, as of proposed tokens; else all or none. `snapshots` are counts
-        of rows from the request's first one on: the states after them become snapshots by `keep` (`snapshots_of`); they
-        lie among these rows, which must not be revocable, at multiples of the block of a prefill.
+        of rows from the request's first one on: the states after them become snapshots by `keep` (`take_snapshots`).
+        They lie among these rows, which must not be revocable, at multiples of the block of a prefill.
         Raises CacheExhausted, and changes nothing, when slots or rows for inputs are missing.
         """
         if not self._is_open or rows < 1:
@@ -202,9 +202,10 @@ class StateTables:
         if state is not None:
             self.pool.release([state.slot])
 
-    def snapshots_of(self, request_id: int) -> tuple[Snapshot, ...]:
-        """Those that the last `keep` made of this request, by rows. They are the caller's from now on: `drop` them."""
-        return tuple(self._made.get(request_id, ()))
+    def take_snapshots(self, request_id: int) -> tuple[Snapshot, ...]:
+        """Those that the last `keep` made of this request, by rows, once. They are the caller's from now on: `drop`
+        them."""
+        return tuple(self._made.pop(request_id, ()))
 
     def resume(self, request_id: int, snapshot: Snapshot) -> None:
         """Let a request that has no rows begin after those of the snapshot."""

@@ -11,7 +11,7 @@ from proa.checkpoint import gguf_hub, mistral_native
 from proa.checkpoint.gguf import is_gguf, read_gguf
 from proa.checkpoint.hf_config import HFView
 from proa.checkpoint.magic import refuse_foreign_magic, refuse_pickle_name
-from proa.checkpoint.shards import read_native_weights, read_weights
+from proa.checkpoint.shards import read_native_weights, read_weights, refuse_other_data
 from proa.checkpoint.strict_json import freeze, parse_object
 from proa.checkpoint.types import Checkpoint, FilesReport, TokenizerSource
 from proa.errors import CheckpointError
@@ -39,7 +39,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def require_data(checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError when a file holds a header but none of its data, so that nothing can be loaded."""
+    """Raises CheckpointError when a file holds a header but none of its data, so that nothing can be loaded, and when a
+    tensor lies in two files and is not the same in both: readers differ in which one they take."""
     if checkpoint.files.damaged:
         raise CheckpointError(
             "checkpoint/headers-only",
@@ -47,6 +48,8 @@ def require_data(checkpoint: Checkpoint) -> None:
             facts=checkpoint.files.damaged,
             hint="fetch the whole checkpoint",
         )
+    for copy in checkpoint.files.copies:
+        refuse_other_data(copy, checkpoint.tensors[copy.name])
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -144,7 +147,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         )
         if tokenizer
         else None,
-        files=FilesReport(total_bytes=gguf.size, shards=1, not_in_index=(), damaged=()),
+        files=FilesReport(total_bytes=gguf.size, shards=1, not_in_index=(), copies=(), damaged=()),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from proa.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 NATIVE_INDEX = "consolidated.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
+_COMPARED = 2**20  # bytes at once
 _SHOWN = 5  # names printed before "and N more"
 
 
@@ -40,9 +41,7 @@ def read_weights(folder: Path) -> Weights:
     else:
         headers, copies = [read_header(_only(folder, shards, index.name))], ()
         tensors = headers[0].tensors
-    return Weights(
-        tensors=tensors, files=_report(headers, (*copies, *(f"{path.name}: (whole file)" for path in native)))
-    )
+    return Weights(tensors=tensors, files=_report(headers, copies, native))
 
 
 def read_native_weights(folder: Path) -> Weights:
@@ -57,17 +56,55 @@ def read_native_weights(folder: Path) -> Weights:
     else:
         headers, copies = [read_header(_only(folder, shards, index.name))], ()
         tensors = headers[0].tensors
-    return Weights(tensors=tensors, files=_report(headers, copies))
+    return Weights(tensors=tensors, files=_report(headers, copies, ()))
 
 
-def _report(headers: list[ShardHeader], copies: tuple[str, ...]) -> FilesReport:
-    damaged = tuple(f"{h.file.name}: header only, no tensor data" for h in headers if h.headers_only)
-    return FilesReport(
-        total_bytes=sum(h.size for h in headers), shards=len(headers), not_in_index=copies, damaged=damaged
+def refuse_other_data(copy: TensorInfo, owner: TensorInfo) -> None:
+    """Raises CheckpointError unless both hold the same bytes."""
+    with copy.file.open("rb") as one, owner.file.open("rb") as other:
+        one.seek(copy.offset)
+        other.seek(owner.offset)
+        for start in range(0, owner.nbytes, _COMPARED):
+            count = min(_COMPARED, owner.nbytes - start)
+            if one.read(count) != other.read(count):
+                raise _copy_differs(copy, owner, "has other values here than in")
+
+
+def _refuse_other_header(copy: TensorInfo, owner: TensorInfo) -> None:
+    if (copy.dtype, copy.shape) != (owner.dtype, owner.shape):
+        raise _copy_differs(copy, owner, f"is {_form(copy)} here, and {_form(owner)} in")
+
+
+def _copy_differs(copy: TensorInfo, owner: TensorInfo, differs: str) -> CheckpointError:
+    return CheckpointError(
+        "checkpoint/copy-differs",
+        f"{copy.file.name}: {copy.name} {differs} {owner.file.name}, which the index names for it",
+        hint="fetch both files and the index from one revision, or take the tensor out of the file that is not named",
     )
 
 
-def _by_index(index: Path, shards: list[Path]) -> tuple[list[ShardHeader], dict[str, TensorInfo], tuple[str, ...]]:
+def _form(info: TensorInfo) -> str:
+    return f"{info.dtype.name} {list(info.shape)}"
+
+
+def _report(headers: list[ShardHeader], copies: Sequence[TensorInfo], whole: Sequence[Path]) -> FilesReport:
+    """`copies` of tensors and `whole` files that are not read."""
+    damaged = tuple(f"{h.file.name}: header only, no tensor data" for h in headers if h.headers_only)
+    return FilesReport(
+        total_bytes=sum(h.size for h in headers),
+        shards=len(headers),
+        not_in_index=(
+            *(f"{copy.file.name}: {copy.name}" for copy in copies),
+            *(f"{path.name}: (whole file)" for path in whole),
+        ),
+        copies=tuple(copies),
+        damaged=damaged,
+    )
+
+
+def _by_index(
+    index: Path, shards: list[Path]
+) -> tuple[list[ShardHeader], dict[str, TensorInfo], tuple[TensorInfo, ...]]:
     owners = _read_index(index)
     listed: dict[str, list[str]] = {}
     for tensor, shard in owners.items():
@@ -75,7 +112,7 @@ def _by_index(index: Path, shards: list[Path]) -> tuple[list[ShardHeader], dict[
     _same_files(index, listed, {path.name for path in shards})
     headers = [read_header(index.parent / name) for name in sorted(listed)]
     found: dict[str, TensorInfo] = {}
-    copies: list[str] = []
+    copies: list[TensorInfo] = []
     for header in headers:
         _all_listed(header, owners, index.name)
         file = header.file.name
@@ -83,8 +120,10 @@ def _by_index(index: Path, shards: list[Path]) -> tuple[list[ShardHeader], dict[
             if owners[name] == file:
                 found[name] = tensor
             else:
-                copies.append(f"{file}: {name}")
+                copies.append(tensor)
     _all_found(owners, found, copies, index.name)
+    for copy in copies:
+        _refuse_other_header(copy, found[copy.name])
     return headers, found, tuple(copies)
 
 
@@ -149,10 +188,12 @@ def _all_listed(header: ShardHeader, owners: Mapping[str, str], index: str) -> N
         )
 
 
-def _all_found(owners: Mapping[str, str], found: Mapping[str, TensorInfo], copies: list[str], index: str) -> None:
+def _all_found(
+    owners: Mapping[str, str], found: Mapping[str, TensorInfo], copies: Sequence[TensorInfo], index: str
+) -> None:
     lost = [name for name in owners if name not in found]
     if lost:
-        elsewhere = [copy for copy in copies if copy.split(": ", 1)[1] in set(lost)]
+        elsewhere = [f"{copy.file.name}: {copy.name}" for copy in copies if copy.name in set(lost)]
         raise CheckpointError(
             "checkpoint/missing-tensor",
             f"{owners[lost[0]]}: {lost[0]} is not in this file, though {index} says so",

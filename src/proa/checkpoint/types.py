@@ -54,14 +54,16 @@ class TokenizerSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesReport:
-    """Facts about the files: `not_in_index` lists copies of a tensor whose owner by the index is another shard
-    (`file: tensor`), which are never read. `damaged` lists files that hold a header but none of its data: good for
-    planning, refused before loading (checkpoint.open.require_data).
+    """Facts about the files: `not_in_index` lists what is not loaded (`file: tensor`, or a whole file), because the
+    index names another file for it. `copies` are the tensors among that; before loading they are compared with those
+    that the index names (checkpoint.open.require_data). `damaged` lists files that hold a header but none of its data:
+    good for planning, refused before loading.
     """
 
     total_bytes: int
     shards: int
     not_in_index: tuple[str, ...]
+    copies: tuple[TensorInfo, ...]
     damaged: tuple[str, ...]
 
 

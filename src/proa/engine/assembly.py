@@ -16,7 +16,7 @@ from proa.arch.wrappers import body_of
 from proa.cache.state_values import StateRoom
 from proa.checkpoint.types import Checkpoint
 from proa.config.intent import EngineConfig
-from proa.engine.costs import start_costs
+from proa.engine.costs import start_costs, start_rollbacks
 from proa.engine.defaults import ids_of
 from proa.engine.engine import Engine
 from proa.engine.session import Limits, Session
@@ -24,7 +24,7 @@ from proa.engine.template import ChatTemplate
 from proa.engine.tokenizer import Tokenizer
 from proa.errors import CheckpointError
 from proa.kernels.cost import CostTable
-from proa.kernels.probe import probe
+from proa.kernels.probe import Probed, probe
 from proa.loading.build import BuiltModel, build
 from proa.loading.ledger import ledger_document
 from proa.loading.progress import Progress, Silent
@@ -106,19 +106,18 @@ class Assembled:
             "draft_length": self.engine.lengths.metrics() if proposes else None,
             "speculative_health": self.engine.health(),
             "prefix_cache": None if self.engine.reuse is None else self.engine.reuse.stats(),
+            "kernel_calls": {role: runner.kernel_calls() for role, runner in self.runners.items()},
         }
 
 
 def assemble(config: EngineConfig, *, cache_dir: Path, online: bool, report: Report) -> Assembled:
     """The whole start-up. Raises any ProaError; nothing of a failed start stays behind."""
     probed = probe(host_caps(config, cache_dir), cache_dir, report.note)
-    resolved = prepare(config, cache_dir=cache_dir, online=online, note=report.note, caps=probed.caps)
+    resolved = _planned(config, cache_dir, online, report.note, probed)
     for warning in resolved.warnings:
         report.note(warning)
     tokenizer, template = open_text(resolved.target.checkpoint)
     plans = resolved.plans
-    # Process-wide, hence set here, once, and nowhere else; every runner of this process is planned for it.
-    torch.set_num_threads(plans.host.threads.value)
     target, draft = build_runners(resolved, report.progress, probed.library)
     runners = {"target": target} if draft is None else {"target": target, "draft": draft}
     costs = start_costs(resolved, runners, cache_dir, report.note)
@@ -139,6 +138,18 @@ def assemble(config: EngineConfig, *, cache_dir: Path, online: bool, report: Rep
         tokenizer=tokenizer,
         template=template,
     )
+
+
+def _planned(
+    config: EngineConfig, cache_dir: Path, online: bool, note: Callable[[str], None], probed: Probed
+) -> Resolved:
+    """The plans, of a host that has measured what they ask about it: on the first start they are made twice."""
+    resolved = prepare(config, cache_dir=cache_dir, online=online, note=note, caps=probed.caps)
+    # Process-wide, hence set here, once, and nowhere else; every runner of this process is planned for it.
+    torch.set_num_threads(resolved.plans.host.threads.value)
+    if not start_rollbacks(resolved, probed.library, cache_dir, note):
+        return resolved
+    return prepare(config, cache_dir=cache_dir, online=online, note=Report.silent().note, caps=probed.caps)
 
 
 def build_runners(resolved: Resolved, progress: Progress, library: Path | None) -> tuple[Runner, Runner | None]:

@@ -1,13 +1,19 @@
-"""The cost tables of built runners: those of an earlier start, else measured now and kept. Owns no decision."""
+"""What is measured at start: the cost tables of built runners, and what undoing a proposal costs a plan's kernels.
+
+Those of an earlier start hold; what is missing is measured now and kept. Owns no decision.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from proa.kernels.bind import bind
 from proa.kernels.cost import CostTable, write_costs
-from proa.layers.base import torch_dtype
-from proa.plan.costs import cost_paths, known_costs
+from proa.kernels.rollback import add_rollbacks, rollback_path
+from proa.kernels.time_rollback import measure_rollback
+from proa.layers.base import kernel_names, torch_dtype
+from proa.plan.costs import cost_paths, known_costs, open_rollbacks
 from proa.plan.planned import Resolved
 from proa.runner.runner import Runner
 from proa.speculative.costs import measure
@@ -34,3 +40,20 @@ def start_costs(
             )
             write_costs(paths[role], tables[role], note)
     return tables
+
+
+def start_rollbacks(resolved: Resolved, library: Path | None, cache_dir: Path, note: Callable[[str], None]) -> bool:
+    """Measure what the plans left open of rollbacks, with their own kernels; True where they did, so that a plan made
+    now knows more. `library` is the compiled one of the native kernels."""
+    measured = {
+        str(case): measure_rollback(
+            case,
+            bind(kernel_names(planned.plan, planned.spec), library, resolved.plugins),
+            (torch_dtype(case.dtype), torch_dtype(case.state_dtype)),
+        )
+        for planned in resolved.runners
+        if (case := open_rollbacks(resolved).get(planned.plan.role)) is not None
+    }
+    if measured:
+        add_rollbacks(rollback_path(cache_dir), measured, note)
+    return bool(measured)

@@ -184,15 +184,17 @@ class Engine:
         return self.reuse.snapshots(1, request.request_id, range(begun, len(request.prompt)))
 
     def _start_drafting(self, context: DraftContext) -> None:
-        """Show a prompt to the drafter before its first proposal, not earlier: many requests never need one.
+        """Let the drafter catch up: with a prompt before its first proposal, not earlier, as many requests never need
+        one.
 
         It is outside of the step's transaction, since these rows stay whatever becomes of the step.
         """
-        new = tuple(request for request in context.requests if request.request_id not in self._drafting)
-        if self._drafter is None or not new:
+        if self._drafter is None or not context.requests:
             return
-        self._drafter.prefill(DraftContext(requests=new))
-        self._drafting.update(request.request_id for request in new)
+        self._drafter.prefill(context)
+        self._drafting.update(request.request_id for request in context.requests)
+        if self.reuse is not None:
+            self.reuse.collect([self._live[request.request_id].request for request in context.requests])
 
     def _propose(self, context: DraftContext, size: Step) -> Mapping[int, Drafted]:
         """What is proposed for each request of the context."""

@@ -140,12 +140,12 @@ class PrefixReuse:
         self._tree.make_room(pages)
 
     def collect(self, requests: Iterable[Request]) -> None:
-        """Keep the snapshots that the last step made of these requests. Once after each step, or they are lost."""
+        """Keep the snapshots that the last transaction made of these requests. After each one, or they are lost."""
         if not self._has_states:
             return
         for request in requests:
             made = [
-                () if runner.states is None else runner.states.snapshots_of(request.request_id)
+                () if runner.states is None else runner.states.take_snapshots(request.request_id)
                 for runner in self._runners
             ]
             if any(made):

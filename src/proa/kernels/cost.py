@@ -14,13 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 from proa.kernels import host
 
 KERNELS = Path(__file__).parent
-ROLLBACKS = "rollback.json"  # beside the cost tables of runners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,45 +74,22 @@ class CostTable:
         return f"{', '.join([first, *later])} (costs {self.digest[:8]})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RollbackCosts:
-    """Seconds that a step of speculation takes with each way of undoing a recurrent state (units.py: Rollback), as
-    they were measured for one family."""
-
-    replay: float
-    states: float
-
-
-_UNMEASURED: Mapping[str, RollbackCosts] = MappingProxyType({})
-
-
-def read_rollbacks(path: Path, note: Callable[[str], None]) -> Mapping[str, RollbackCosts]:
-    """By family, what `path` holds: `{"qwen3_next": {"replay": 0.0012, "states": 0.0015}}`. Empty without such a file;
-    a note names a file that holds something else."""
-    try:
-        given = cast("dict[str, dict[str, float]]", json.loads(path.read_bytes()))
-        table = {family: RollbackCosts(**costs) for family, costs in given.items()}
-        if not all(0 < cost < float("inf") for costs in table.values() for cost in (costs.replay, costs.states)):
-            raise ValueError("seconds must be positive")
-    except FileNotFoundError:
-        return _UNMEASURED
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        note(f"{path}: no table of rollback costs ({type(error).__name__}: {error}); it is passed over")
-        return _UNMEASURED
-    return MappingProxyType(table)
-
-
 def cost_path(cache_dir: Path, plan_digest: str, threads: int, root: Path = Path("/")) -> Path:
     """Where the table of this runner on this machine lies, or would.
 
     The name covers model and decisions (the plan's digest), threads, the source of all kernels, torch and the CPU.
     """
+    return cache_dir / "costs" / f"{host_digest((plan_digest, str(threads)), root)}.json"
+
+
+def host_digest(words: Sequence[str], root: Path) -> str:
+    """Of `words`, the source of all kernels, torch and the CPU: what a time that was measured here depends on."""
     digest = hashlib.sha256()
-    for word in (plan_digest, str(threads), _version("torch"), host.platform_name(), _cpu(root), *host.isa_flags(root)):
+    for word in (*words, _version("torch"), host.platform_name(), _cpu(root), *host.isa_flags(root)):
         digest.update(word.encode() + b"\0")
     for source in sorted(path for path in KERNELS.rglob("*") if path.suffix in (".py", ".cpp", ".h", ".hpp")):
         digest.update(source.read_bytes())
-    return cache_dir / "costs" / f"{digest.hexdigest()[:24]}.json"
+    return digest.hexdigest()[:24]
 
 
 def read_costs(path: Path, note: Callable[[str], None]) -> CostTable | None:
@@ -134,15 +109,20 @@ def read_costs(path: Path, note: Callable[[str], None]) -> CostTable | None:
 
 
 def write_costs(path: Path, table: CostTable, note: Callable[[str], None]) -> None:
-    """Keep the table for the next start. A directory that cannot be written to costs time, nothing else."""
+    """Keep the table for the next start."""
+    write_json(path, table.to_json(), note)
+
+
+def write_json(path: Path, document: Mapping[str, Any], note: Callable[[str], None]) -> None:
+    """Replace the file whole. A directory that cannot be written to costs time, nothing else."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "w") as file:
-            json.dump(table.to_json(), file)
+            json.dump(document, file)
         Path(name).replace(path)
     except OSError as error:
-        note(f"{path}: the cost table could not be kept: {error.strerror}")
+        note(f"{path}: what was measured could not be kept: {error.strerror}")
 
 
 def _parsed(data: object) -> CostTable:

@@ -51,12 +51,7 @@ def _run(ops: DeltaOps, spec: DeltaSpec, dtype: torch.dtype) -> tuple[torch.Tens
     def values(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random)
 
-    weights = DeltaWeights(
-        conv=values(spec.taps, spec.channels) / 2,
-        rate=values(spec.value_heads).abs(),
-        bias=values(spec.decays),
-        norm=1 + values(spec.value_dim) / 4,
-    )
+    weights = random_weights(spec, random)
     mixed = values(PROMPT + ROWS, spec.input_rows).to(dtype)
     state = DeltaState(
         conv=torch.zeros((3, *spec.conv_shape), dtype=dtype),
@@ -69,12 +64,25 @@ def _run(ops: DeltaOps, spec: DeltaSpec, dtype: torch.dtype) -> tuple[torch.Tens
         (Phase.VERIFY, PROMPT, ROWS, StateSlots.of([0], [NONE] * (ROWS - 1) + [1], list(range(ROWS)))),
     ):
         rows = DeltaRows.merged(mixed[at : at + count], spec)
-        results.append(ops.delta(rows, weights, spec, state, _segment(phase, count, at), slots))
+        results.append(ops.delta(rows, weights, spec, state, one_request(phase, count, at), slots))
     ops.replay(weights, spec, state, np.array([2]), StateSlots.of([0], [NONE, 2], [0, 1]))
     return torch.cat(results), state.delta, state.conv
 
 
-def _segment(phase: Phase, count: int, start: int) -> Segment:
+def random_weights(spec: DeltaSpec, random: torch.Generator) -> DeltaWeights:
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random)
+
+    return DeltaWeights(
+        conv=values(spec.taps, spec.channels) / 2,
+        rate=values(spec.value_heads).abs(),
+        bias=values(spec.decays),
+        norm=1 + values(spec.value_dim) / 4,
+    )
+
+
+def one_request(phase: Phase, count: int, start: int) -> Segment:
+    """A segment of rows `start` to `start + count` of one request, as far as delta ops read it."""
     return Segment(
         phase=phase,
         first=0,

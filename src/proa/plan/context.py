@@ -17,8 +17,8 @@ from proa.checkpoint.types import Checkpoint
 from proa.conditions import Facts
 from proa.config.intent import ParallelIntent, RunnerIntent
 from proa.kernels.caps import DeviceCaps
-from proa.kernels.cost import RollbackCosts
 from proa.kernels.plugins import KernelPlugin
+from proa.kernels.rollback import RollbackCosts
 from proa.kernels.verdicts import PASSED
 from proa.plan.shapes import delta_kinds, delta_sizes, expert_sizes, latent_sizes, mixer_words, router_groups, widths
 from proa.plan.stored import Found, Group, format_of
@@ -54,14 +54,24 @@ def target_facts(spec: DecoderSpec) -> TargetFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Undoing:
+    """What the choice of a rollback rests on beside the runner: the longest proposal (0: none), how many requests may
+    run, threads, and what was measured on this host (kernels/rollback.py), by case."""
+
+    draft_tokens: int
+    max_num_seqs: int
+    threads: int
+    costs: Mapping[str, RollbackCosts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerContext:
     """Everything that decides one runner's plan. `peer` is None for the target.
 
     `draft` is what a bundled draft is beside its decoder `spec`, None for every other runner. `weights` gives the
     runner's own rules; `found` are the tensors that those claim, of a checkpoint that it may share. `quant` is what the
     config says of quantised weights: their forms are told by the tensors. `prefill_chunk` is what was asked of the
-    schedule, or its default; `plugins` are the kernels that other packages add, `rollback` what undoing a proposal was
-    measured to cost models of this family.
+    schedule, or its default; `plugins` are the kernels that other packages add.
     """
 
     role: Role
@@ -77,7 +87,7 @@ class RunnerContext:
     parallel: ParallelIntent
     prefill_chunk: int
     plugins: tuple[KernelPlugin, ...]
-    rollback: RollbackCosts | None
+    undoing: Undoing
     peer: TargetFacts | None
 
     @property

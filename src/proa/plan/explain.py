@@ -29,6 +29,7 @@ def explain_json(plans: PlanSet, costs: Mapping[str, CostTable]) -> dict[str, An
             "page_bytes": dict(plans.memory.page_bytes),
             "state_bytes": dict(plans.memory.state_bytes),
             "weights_bytes": dict(plans.memory.weights_bytes),
+            "hidden_bytes": plans.memory.hidden_bytes,
             "step_bytes": dict(plans.memory.step_bytes),
         },
         "costs": {role: table.to_json() for role, table in costs.items()},

@@ -39,12 +39,11 @@ def step_bytes(spec: DecoderSpec, parameters: Mapping[str, ParameterInfo], plan:
     return sum(sizes.values())
 
 
-def state_bytes(spec: DecoderSpec, plan: RunnerPlan) -> int:
-    """Of one request's states that do not grow with it, over all layers: a slot."""
+def state_bytes(spec: DecoderSpec, compute: DType, states: DType | None) -> int:
+    """Of one request's states that do not grow with it, over all layers: a slot. `compute` and `states` are the plan's
+    types."""
     return sum(
-        (plan.dtype.value if tensor.dtype is None else plan.state_dtype.value or tensor.dtype).nbytes(
-            prod(tensor.shape)
-        )
+        (compute if tensor.dtype is None else states or tensor.dtype).nbytes(prod(tensor.shape))
         for layer in spec.layers
         for tensor in layer.state.recurrent
     )

@@ -11,8 +11,8 @@ from proa.checkpoint.open import open_checkpoint
 from proa.checkpoint.types import Checkpoint
 from proa.config.intent import EngineConfig
 from proa.kernels.caps import DeviceCaps, read_caps
-from proa.kernels.cost import ROLLBACKS, read_rollbacks
 from proa.kernels.plugins import read_plugins
+from proa.kernels.rollback import read_rollbacks, rollback_path
 from proa.kernels.verdicts import with_verdicts
 from proa.plan.resolve import Resolved, resolve
 
@@ -37,7 +37,7 @@ def prepare(
         None if draft is None else opened(draft),
         host_caps(config, cache_dir) if caps is None else caps,
         read_plugins(note),
-        read_rollbacks(cache_dir / "costs" / ROLLBACKS, note),
+        read_rollbacks(rollback_path(cache_dir), note),
     )
 
 

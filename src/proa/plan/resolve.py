@@ -17,10 +17,10 @@ from proa.conditions import Facts
 from proa.config.intent import EngineConfig
 from proa.errors import KernelUnavailable
 from proa.kernels.caps import DeviceCaps
-from proa.kernels.cost import RollbackCosts
 from proa.kernels.plugins import KernelPlugin
+from proa.kernels.rollback import RollbackCosts
 from proa.plan import drafts, pair
-from proa.plan.context import CapsFacts, RunnerContext, TargetFacts, target_facts
+from proa.plan.context import CapsFacts, RunnerContext, TargetFacts, Undoing, target_facts
 from proa.plan.decision import Decision
 from proa.plan.digest import digest_of, plain, stable
 from proa.plan.planned import Lender, Planned, Resolved
@@ -76,7 +76,7 @@ class _Host:
 
     caps: DeviceCaps
     plugins: tuple[KernelPlugin, ...]
-    rollbacks: Mapping[str, RollbackCosts]
+    undoing: Undoing
 
 
 def resolve(
@@ -90,7 +90,8 @@ def resolve(
     """Return every decision for both runners, with reasons.
 
     Pure: same inputs, same plan. Reads headers, config and token lists, never tensor data or the device. `plugins` are
-    kernels of other packages; `rollbacks` are measured, by family, and stand beside the plan: no digest covers them.
+    kernels of other packages; `rollbacks` are measured (kernels/rollback.py) and stand beside the plan: no digest
+    covers them.
     Raises PlanError when an explicit ask cannot be met, CacheExhausted when it does not fit, ConfigError when a
     config means something that Proa does not implement.
     """
@@ -102,7 +103,8 @@ def resolve(
     facts = {"draft.given": given, **drafts.bundle_facts(giver.reading, giver.bundles)}
     algorithm = speculative.algorithm(intent.speculative.algorithm, facts)
     speculative.refuse_idle_asks(intent.speculative, algorithm.value)
-    host = _Host(caps=caps, plugins=tuple(plugins), rollbacks=rollbacks)
+    undoing = _undoing(intent, algorithm.value, caps, rollbacks)
+    host = _Host(caps=caps, plugins=tuple(plugins), undoing=undoing)
     main = _decided(intent, Role.TARGET, first, host, bundle=None, peer=None)
     peer = target_facts(first.reading.spec)
     second = None
@@ -123,6 +125,20 @@ def resolve(
         draft=runners[1] if second is not None else None,
         configs=MappingProxyType(configs),
         plugins=tuple(plugins),
+    )
+
+
+def _undoing(
+    intent: EngineConfig, algorithm: Algorithm, caps: DeviceCaps, rollbacks: Mapping[str, RollbackCosts]
+) -> Undoing:
+    length = None
+    if algorithm is not Algorithm.NONE:
+        length = speculative.num_draft_tokens(intent.speculative.num_draft_tokens, algorithm)
+    return Undoing(
+        draft_tokens=0 if length is None else length.value,
+        max_num_seqs=schedule.max_num_seqs(intent.schedule.max_num_seqs).value,
+        threads=host.threads(intent.host.threads, Facts(CapsFacts(caps))).value,
+        costs=rollbacks,
     )
 
 
@@ -157,7 +173,7 @@ def _decided(
         parallel=intent.parallel,
         prefill_chunk=intent.schedule.prefill_chunk.value or schedule.PREFILL_CHUNK,
         plugins=host.plugins,
-        rollback=host.rollbacks.get(reading.family.name),
+        undoing=host.undoing,
         peer=peer,
     )
     return _Runner(source=source, context=context, plan=decide(context))
@@ -255,7 +271,9 @@ def _limits(
     length = schedule.max_model_len(ask.max_model_len, {"spec.max_positions": target.spec.max_positions})
     sizes = [runner_size(one, draft_tokens=draft_tokens) for one in runners]
     facts = memory_facts(caps, target.plan.device.value)
-    seqs, pages = memory(intent.cache, sizes, seqs, length.value, facts)
+    waits = any(one.spec.entry is not None for one in runners)
+    hidden = target.plan.dtype.value.nbytes(target.spec.hidden) if waits else 0
+    seqs, pages = memory(intent.cache, sizes, seqs, length.value, hidden, facts)
     capacity = pages.target_pages.value * target.plan.page_size.value
     reuse = {
         "target.numerics": target.plan.numerics.value,

@@ -17,7 +17,7 @@ from proa.plan.digest import digest_of, plain, stable
 from proa.plan.footprint import kept_bytes, state_bytes, step_bytes, weights_bytes
 from proa.plan.kept import kept_forms
 from proa.plan.planned import Planned
-from proa.plan.rules import host, kernels, layout, linear_attention, moe, quant
+from proa.plan.rules import host, kernels, layout, linear_attention, moe, quant, rollback
 from proa.plan.rules.memory import RunnerSize
 from proa.plan.rules.states import StateSize
 from proa.plan.runner_plan import RunnerPlan
@@ -58,7 +58,7 @@ def decide(ctx: RunnerContext) -> RunnerPlan:
         attention=attention,
         linear_attention=linear,
         state_dtype=states,
-        rollback=linear_attention.rollback(ctx, facts),
+        rollback=rollback.rollback(ctx, facts, linear, dtype.value, states.value),
         matmul_kernel=matmul,
         moe_kernel=experts,
         shared_experts=shared.decision,
@@ -146,5 +146,10 @@ def runner_size(planned: Planned, *, draft_tokens: int) -> RunnerSize:
         page_bytes=row * plan.page_size.value,
         page_size=plan.page_size.value,
         slack=draft_tokens if plan.role is Role.DRAFT else 0,
-        states=StateSize.of(state_bytes(spec, plan), kept_bytes(spec, plan), plan.rollback.value, draft_tokens),
+        states=StateSize.of(
+            state_bytes(spec, plan.dtype.value, plan.state_dtype.value),
+            kept_bytes(spec, plan),
+            plan.rollback.value,
+            draft_tokens,
+        ),
     )

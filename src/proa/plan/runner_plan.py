@@ -115,6 +115,7 @@ class MemoryPlan:
     By role: `state_slots` are for running requests, `snapshot_slots` for states that later requests may begin from;
     both are 0 without linear attention. `kept_rows` are inputs of verified rows, kept to be applied again. Of
     `weights_bytes`, a step of one row reads `step_bytes`.
+    `hidden_bytes` is the most that hidden rows of the target can take which wait for a draft that lives on them.
     """
 
     target_pages: Decision[int]
@@ -125,6 +126,7 @@ class MemoryPlan:
     page_bytes: Mapping[str, int]
     state_bytes: Mapping[str, int]
     weights_bytes: Mapping[str, int]
+    hidden_bytes: int
     step_bytes: Mapping[str, int]
 
 

@@ -127,8 +127,9 @@ class Drafter(Protocol):
         ...
 
     def prefill(self, context: DraftContext) -> None:
-        """The target has processed these requests' prompts; catch up if the drafter keeps state of its own. Leaves
-        nothing behind when it raises, and is called again."""
+        """Before every `propose`, outside of the step's transaction: rows of tokens before the anchors are final, and
+        may be filled in for good in a transaction of the drafter's own. Leaves nothing behind when it raises, and is
+        called again."""
         ...
 
     def propose(self, context: DraftContext) -> Proposal:

@@ -147,7 +147,7 @@ def test_a_commit_that_fails_elsewhere_is_undone_here(policy: str, first: bool, 
         transaction.commit({1: accepted, 2: BLOCK})
     tables.check()
     assert memory.committed(1) == (0, 1, 2) and not tables.has(2)
-    assert tables.free_slots == 7 and not tables.snapshots_of(2)
+    assert tables.free_slots == 7 and not tables.take_snapshots(2)
     memory.step(1, "abcd", 3, is_revocable=True)
     assert memory.committed(1) == (0, 1, 2, *"abc")
 
@@ -243,7 +243,7 @@ def snapshot_after(memory: Memory, request: int, rows: int, counts: Sequence[int
     assert memory.tables.span(request) is span
     memory.forward(span, range(rows))
     memory.tables.keep({request: rows})
-    return memory.tables.snapshots_of(request)
+    return memory.tables.take_snapshots(request)
 
 
 def test_a_snapshot_outlives_its_request_and_is_never_written_again() -> None:
@@ -284,7 +284,7 @@ def test_snapshots_of_an_undone_step_do_not_exist() -> None:
     memory.tables.mark()
     memory.forward(memory.tables.extend(1, BLOCK + 1, is_revocable=False, snapshots=[BLOCK]), range(BLOCK + 1))
     memory.tables.keep({})
-    assert memory.tables.snapshots_of(1) == () and memory.tables.free_slots == 8
+    assert memory.tables.take_snapshots(1) == () and memory.tables.free_slots == 8
 
 
 @pytest.mark.parametrize("counts", [[BLOCK - 1], [0], [2 * BLOCK], [-BLOCK]])
@@ -324,7 +324,7 @@ def test_a_state_dtype_is_the_tag_of_the_snapshots_of_its_tables() -> None:
     tables.mark()
     tables.extend(1, BLOCK, is_revocable=False, snapshots=[BLOCK])
     tables.keep({1: BLOCK})
-    assert [one.dtype for one in tables.snapshots_of(1)] == [DType.BF16]
+    assert [one.dtype for one in tables.take_snapshots(1)] == [DType.BF16]
 
 
 MISUSES: dict[str, Callable[[StateTables, Snapshot], object]] = {

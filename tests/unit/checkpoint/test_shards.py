@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import pytest
 
-from proa.checkpoint.shards import read_weights
+from proa.checkpoint.shards import read_weights, refuse_other_data
 from proa.errors import CheckpointError
-from tests.factories.raw_files import hub, shard
+from tests.factories.raw_files import entry, hub, safetensors, shard
 
 ONE, TWO, THREE = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
 OWNERS = {"a": ONE, "b": ONE, "c": TWO, "d": THREE}
@@ -85,6 +86,36 @@ def test_of_a_tensor_in_two_shards_the_indexs_owner_wins_and_the_copy_is_listed(
     weights = read_weights(hub(tmp_path, FILES | {THREE: shard(["a", "d"])}, OWNERS))
     assert weights.tensors["a"].file.name == ONE
     assert weights.files.not_in_index == (f"{THREE}: a",)
+    (copy,) = weights.files.copies
+    assert (copy.name, copy.file.name) == ("a", THREE)
+    refuse_other_data(copy, weights.tensors["a"])
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F32", [2, 1]), ("F32", [1]), ("I32", [2])])
+def test_a_copy_of_another_form_is_named_with_both_files(tmp_path: Path, dtype: str, shape: list[int]) -> None:
+    end = 4 * prod(shape)
+    other = safetensors({"a": entry(dtype, shape, 0, end), "d": entry("F32", [2], end, end + 8)}, bytes(end + 8))
+    folder = hub(tmp_path, FILES | {THREE: other}, OWNERS)
+    refused(folder, "checkpoint/copy-differs", f"{THREE}: a is {dtype} {shape} here, and F32 [2] in {ONE}")
+
+
+@pytest.mark.parametrize("at", [0, 2**20 - 1, 2**20, 3 * 2**20 - 1])
+def test_a_copy_with_one_other_byte_is_named_with_both_files(tmp_path: Path, at: int) -> None:
+    size = 3 * 2**20
+    data = bytearray(size)
+    data[at] = 1
+    header = {"a": entry("F32", [size // 4], 0, size)}
+    files = {ONE: safetensors(header, bytes(size)), TWO: shard(["c"])}
+    owners, extra = {"a": ONE, "c": TWO, "d": THREE}, {"d": entry("F32", [2], size, size + 8)}
+    for content in (bytes(size), bytes(data)):
+        folder = hub(tmp_path, files | {THREE: safetensors({**header, **extra}, content + bytes(8))}, owners)
+        weights = read_weights(folder)
+        if content == bytes(size):
+            refuse_other_data(weights.files.copies[0], weights.tensors["a"])
+            continue
+        with pytest.raises(CheckpointError, match=f"{THREE}: a has other values here than in {ONE}") as error:
+            refuse_other_data(weights.files.copies[0], weights.tensors["a"])
+        assert error.value.slug == "checkpoint/copy-differs"
 
 
 def test_a_tensor_that_the_index_does_not_list_at_all_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from proa.kernels.cost import CostTable, RollbackCosts, cost_path, read_costs, read_rollbacks, write_costs
+from proa.kernels.cost import CostTable, cost_path, read_costs, write_costs
 
 TABLE = CostTable(rows=(1, 4, 8), seconds=(0.004, 0.0044, 0.0052))
 
@@ -83,29 +83,3 @@ def test_another_plan_thread_count_or_processor_has_another_file(tmp_path: Path)
     paths.add(cost_path(tmp_path, "a", 1, tmp_path))
     assert len(paths) == 4
     assert cost_path(tmp_path, "a", 1, tmp_path) in paths
-
-
-def test_rollback_costs_are_read_by_family(tmp_path: Path) -> None:
-    path = tmp_path / "rollback.json"
-    assert read_rollbacks(path, pytest.fail) == {}
-    path.write_text('{"qwen3_next": {"replay": 0.002, "states": 0.001}}')
-    assert read_rollbacks(path, pytest.fail) == {"qwen3_next": RollbackCosts(replay=0.002, states=0.001)}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{",
-        '{"a": 1}',
-        '{"a": {"replay": 1.0}}',
-        '{"a": {"replay": 0.0, "states": 1.0}}',
-        '{"a": {"replay": "1", "states": 2.0}}',
-    ],
-)
-def test_a_damaged_table_of_rollback_costs_is_named_and_passed_over(tmp_path: Path, text: str) -> None:
-    path, notes = tmp_path / "rollback.json", list[str]()
-    path.write_text(text)
-    assert read_rollbacks(path, notes.append) == {}
-    assert len(notes) == 1 and str(path) in notes[0]

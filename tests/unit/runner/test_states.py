@@ -363,7 +363,7 @@ def test_a_request_that_begins_with_a_snapshot_goes_on_as_its_prompt_would_have(
 ) -> None:
     served, prompt = Served(exact(Rollback.REPLAY)), TEXT[0][: 2 * BLOCK + tail]
     served.prefill(1, TEXT[0][: 2 * BLOCK + 7], snapshots=[BLOCK, 2 * BLOCK])
-    made = served.states.snapshots_of(1)
+    made = served.states.take_snapshots(1)
     assert [one.rows for one in made] == [BLOCK, 2 * BLOCK]
     served.decode(1, TEXT[3][:4])
     cold = served.prefill(2, prompt)
@@ -411,4 +411,4 @@ def test_a_recorded_forward_is_that_of_the_layers(family: str, dtype: str, hybri
 def test_a_snapshots_dtype_is_that_of_the_delta_states(hybrid: Write) -> None:
     served = Served(hybrid_runner(hybrid_plan(hybrid("kimi_linear"), "native", dtype="bfloat16"), Rollback.REPLAY))
     served.prefill(1, TEXT[0][:BLOCK], snapshots=[BLOCK])
-    assert [one.dtype for one in served.states.snapshots_of(1)] == [DType.F32]
+    assert [one.dtype for one in served.states.take_snapshots(1)] == [DType.F32]

@@ -1,4 +1,4 @@
-"""Linear attention: its kernel in each phase, the type of its states, and how a rejected proposal's is undone.
+"""Linear attention: its kernel in each phase, and the type of its states.
 
 Precedence within a phase: what was asked for the phase, then the runner's own default (kernels/delta_catalog.py), then
 what was asked for all phases, then the best kernel that can run. A verify follows decode unless it was asked for: both
@@ -8,7 +8,7 @@ work row by row, and only one kernel gives the same bits in both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from proa.choice import AUTO, Choice
 from proa.conditions import Blocked, Blocks, Condition, Facts, FactView, Source
@@ -21,7 +21,7 @@ from proa.plan.decision import Decision, Note
 from proa.plan.rules import absent
 from proa.plan.rules.settle import Knob, Option, settle, spelled
 from proa.plan.runner_plan import LinearAttentionPlan
-from proa.units import DType, Phase, Rollback
+from proa.units import DType, Phase
 
 
 def linear_attention(ctx: RunnerContext, facts: Facts) -> LinearAttentionPlan:
@@ -192,35 +192,3 @@ def state_dtype(ctx: RunnerContext, facts: Facts) -> Decision[DType] | Decision[
         for value, reason in why.items()
     )
     return settle(Knob(name="state_dtype", role=ctx.role, ask=ask), facts, options)
-
-
-def _states_are_cheaper(facts: FactView) -> Blocked | None:
-    measured = facts["measured.rollback"]
-    if measured is None:
-        return Blocked("replay takes less memory, and nobody has measured which is faster here", Source.DEFAULT)
-    replay, states = (measured[way.value] for way in (Rollback.REPLAY, Rollback.STATES))
-    if states < replay:
-        return None
-    said = f"measured: a step takes {1e3 * replay:.3g} ms with replay, {1e3 * states:.3g} ms with states of all rows"
-    return Blocked(said, Source.HARDWARE)
-
-
-CHEAPER = Condition(id="rollback.cheaper", reads=("measured.rollback",), blocks=Blocks.AUTO, check=_states_are_cheaper)
-
-
-def rollback(ctx: RunnerContext, facts: Facts) -> Decision[Rollback] | Decision[None]:
-    """Replay, which takes less memory, unless keeping states was measured to be faster for this family."""
-    ask, costs = ctx.intent.rollback, ctx.rollback
-    if not ctx.spec.delta_layers:
-        return absent.without_states(ctx, facts, "rollback", ask)
-    facts = facts | {"measured.rollback": None if costs is None else asdict(costs)}
-    states = Option(
-        value=Rollback.STATES,
-        rule="rollback.states",
-        reason="measured to be faster for this family",
-        source=Source.HARDWARE,
-        requires=(CHEAPER,),
-    )
-    reason = "keeps one state per request beside the committed one"
-    replay = Option(value=Rollback.REPLAY, rule="rollback.replay", reason=reason, source=Source.DEFAULT)
-    return settle(Knob(name="rollback", role=ctx.role, ask=ask), facts, (states, replay))

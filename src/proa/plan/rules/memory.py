@@ -69,41 +69,49 @@ def memory_facts(caps: DeviceCaps, device: str) -> dict[str, Any]:
 
 
 def memory(
-    ask: CacheIntent, sizes: Sequence[RunnerSize], seqs: Decision[int], length: int, facts: Mapping[str, Any]
+    ask: CacheIntent,
+    sizes: Sequence[RunnerSize],
+    seqs: Decision[int],
+    length: int,
+    hidden: int,
+    facts: Mapping[str, Any],
 ) -> tuple[Decision[int], MemoryPlan]:
     """The number of requests that have room for their states, and the memory of that many.
 
+    `hidden`: bytes of a hidden row that a draft keeps of a row in the target's cache until it has used it; 0 without
+    such a draft.
     Raises CacheExhausted when weights or states do not fit, or not even one page does.
     """
     beside = _beside(sum(size.weights_bytes for size in sizes), facts)
     left = beside - _reserve(beside)
     slots = states(seqs, ask.snapshots, {size.role: size.states for size in sizes}, left, facts)
-    return slots.max_num_seqs, _pages(ask.memory_bytes, sizes, slots, length, facts)
+    return slots.max_num_seqs, _pages(ask.memory_bytes, sizes, slots, length, hidden, facts)
 
 
 def _pages(
-    ask: Choice[int], sizes: Sequence[RunnerSize], slots: StatePlan, length: int, facts: Mapping[str, Any]
+    ask: Choice[int],
+    sizes: Sequence[RunnerSize],
+    slots: StatePlan,
+    length: int,
+    hidden: int,
+    facts: Mapping[str, Any],
 ) -> MemoryPlan:
     """Pages for the least of: what was asked or is free, and what all requests of `length` rows can use."""
     weights, seqs = sum(size.weights_bytes for size in sizes), slots.max_num_seqs.value
-    budget = _budget(ask, _beside(weights, facts), slots.nbytes)
+    budget = _budget(ask, _beside(weights, facts), slots.nbytes, hidden, sizes)
     most = {size.role: size.most_pages(seqs, length) for size in sizes}
     counts = _spread(budget.nbytes, sizes, seqs)
     useful = sum(most[size.role] * size.page_bytes for size in sizes)
     if all(counts[size.role] >= most[size.role] for size in sizes):
         reason = f"{seqs} requests of {length} tokens never wait for pages"
         budget, counts = Budget(nbytes=useful, rule="memory.enough", reason=reason, source=Source.CONSTRAINT), most
-    if min(counts.values()) < 1:
-        page = sum(size.page_bytes for size in sizes)
-        raise CacheExhausted(
-            "memory/no-page",
-            f"{format_bytes(budget.nbytes)} for KV pages{spelled(ask)} is less than one page ({format_bytes(page)}).",
-            facts=(budget.reason,),
-            hint="--kv-memory, or a smaller --page-size",
-        )
+    _refuse_no_page(counts, budget, sizes, ask)
+    # Each hidden row is of a row that its request has in the target's cache, and which no other request computed.
+    kept = counts[Role.TARGET] * sizes[0].page_size * hidden
     inputs = {
         **facts,
         "memory.weights_bytes": weights,
+        **({"memory.hidden_bytes": kept} if kept else {}),
         **({"memory.states_bytes": slots.nbytes} if slots.nbytes else {}),
         "memory.page_bytes": {s.role.value: s.page_bytes for s in sizes},
     }
@@ -116,8 +124,20 @@ def _pages(
         page_bytes={size.role.value: size.page_bytes for size in sizes},
         state_bytes={size.role.value: size.states.slot_bytes for size in sizes},
         weights_bytes={size.role.value: size.weights_bytes for size in sizes},
+        hidden_bytes=kept,
         step_bytes={size.role.value: size.step_bytes for size in sizes},
     )
+
+
+def _refuse_no_page(counts: Mapping[Role, int], budget: Budget, sizes: Sequence[RunnerSize], ask: Choice[int]) -> None:
+    if min(counts.values()) < 1:
+        page = sum(size.page_bytes for size in sizes)
+        raise CacheExhausted(
+            "memory/no-page",
+            f"{format_bytes(budget.nbytes)} for KV pages{spelled(ask)} is less than one page ({format_bytes(page)}).",
+            facts=(budget.reason,),
+            hint="--kv-memory, or a smaller --page-size",
+        )
 
 
 def _beside(weights: int, facts: Mapping[str, Any]) -> int:
@@ -137,14 +157,17 @@ def _reserve(beside: int) -> int:
     return min(RESERVE_BYTES, beside // 4)
 
 
-def _budget(ask: Choice[int], beside: int, states: int) -> Budget:
-    """Of `beside` bytes that the weights leave, `states` are taken."""
+def _budget(ask: Choice[int], beside: int, states: int, hidden: int, sizes: Sequence[RunnerSize]) -> Budget:
+    """Of `beside` bytes that the weights leave, `states` are taken, and beside every row in pages `hidden` ones."""
     if ask.value is not None:
         return Budget(nbytes=ask.value, rule="memory.asked", reason="asked", source=Source.ASKED)
     reserve = _reserve(beside)
+    row = sum(size.page_bytes // size.page_size for size in sizes)
     left = max(0, beside - reserve - states)
+    left = left * row // (row + hidden) if hidden else left
     if left < AUTO_KV_BYTES:
         before = f"the weights, {format_bytes(states)} of states" if states else "the weights"
+        before += ", hidden rows for the draft" if hidden else ""
         reason = f"what is free after {before} and a reserve of {format_bytes(reserve)}"
         return Budget(nbytes=left, rule="memory.free", reason=reason, source=Source.HARDWARE)
     reason = f"{format_bytes(AUTO_KV_BYTES)} unless --kv-memory says otherwise"
@@ -165,11 +188,13 @@ def _spread(nbytes: int, sizes: Sequence[RunnerSize], seqs: int) -> dict[Role, i
 
 
 def _decision(knob: str, pages: int, ask: Choice[int], budget: Budget, inputs: Mapping[str, Any]) -> Decision[int]:
-    taken = inputs["memory.weights_bytes"] + inputs.get("memory.states_bytes", 0) + budget.nbytes
+    hidden: int = inputs.get("memory.hidden_bytes", 0)
+    taken = inputs["memory.weights_bytes"] + inputs.get("memory.states_bytes", 0) + hidden + budget.nbytes
     free: int = inputs["caps.memory_available"]
     over = Note(
         condition="memory.within_free",
-        reason=f"weights, states and pages take {format_bytes(taken)}, but only {format_bytes(free)} is free",
+        reason=f"weights, states{', hidden rows' if hidden else ''} and pages take {format_bytes(taken)}, "
+        f"but only {format_bytes(free)} is free",
     )
     return Decision(
         knob=knob,

@@ -4,7 +4,8 @@ Owns no cache: what its runner holds takes part in the step's transaction, in wh
 before the anchor are final and settled at once; the anchor's and those of proposed tokens are tentative.
 
 A model with states computes a prompt by blocks and generated rows one by one (arch/delta_blocks.py: BLOCK). There, what
-is missing before the anchor is filled in first, request by request.
+is missing before the anchor is filled in ahead of the step, in a transaction of its own. Within the step's, a request
+would need a slot more: for the state after those rows, beside the one before them and the tentative one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from proa.arch.delta_blocks import BLOCK
 from proa.cache.state import StateTables
+from proa.cache.transaction import CacheTransaction
 from proa.errors import CacheExhausted
 from proa.runner.batch import RowSpan
 from proa.speculative.drawing import Draft, Drawing, forwards, useful_limit
@@ -56,11 +58,20 @@ class StandaloneDrafter:
         """Nothing to keep: this draft reads tokens only."""
 
     def prefill(self, context: DraftContext) -> None:
-        """Nothing yet: `propose` catches up on whatever the draft lacks, inside the step's transaction."""
+        """Fill in what a model with states lacks before the anchors. Others do so within `propose`."""
+        states = self._states
+        behind = [self._start(request) for request in context.requests if self._is_behind(request)]
+        if states is None or not behind:
+            return
+        with CacheTransaction((self._tables, states)) as transaction:
+            for draft in behind:
+                if draft.is_open:
+                    self._fill_in(draft, states)
+            transaction.commit({})
 
     def propose(self, context: DraftContext) -> Proposal:
         drafts = [self._start(request) for request in context.requests]
-        active = drafts if self._states is None else [one for one in drafts if self._catch_up(one, self._states)]
+        active = [draft for draft in drafts if not self._is_behind(draft.request)]
         for _ in range(self.max_tokens):
             active = [draft for draft in active if draft.is_open and self._reserve(draft)]
             if not active:
@@ -83,27 +94,30 @@ class StandaloneDrafter:
         limit = useful_limit(request, self._max_positions) if is_known else 0
         return Draft(request=request, limit=limit, rows=rows, tokens=list(request.tokens))
 
-    def _catch_up(self, draft: Draft, states: StateTables) -> bool:
-        """Fill in what is missing before the anchor, but for a single generated row: that one goes with the anchor."""
+    def _is_behind(self, request: DraftRequest) -> bool:
+        """A model with states lacks rows before the anchor: of the prompt, or more than the single generated row that
+        goes with the anchor, that of a proposed token which was accepted."""
+        if self._states is None:
+            return False
+        begin, end = self._tables.length(request.request_id), len(request.tokens) - 1
+        return begin < len(request.sampling.prompt) or end - begin > 1
+
+    def _fill_in(self, draft: Draft, states: StateTables) -> None:
+        """The rows before the anchor, settled; none where pages or slots are missing."""
         request_id, begin, end = draft.request.request_id, draft.rows, len(draft.request.tokens) - 1
-        border = len(draft.request.sampling.prompt)
-        if not draft.is_open or (begin >= border and end - begin <= 1):
-            return draft.is_open
         snapshots = draft.request.snapshots if states.pool.num_free > len(draft.request.snapshots) else ()
         if not states.pool.num_free:
-            return False
+            return
         try:
             self._tables.reserve(request_id, end - begin)
         except CacheExhausted:
-            return False
+            return
         self._tables.settle(request_id, end - begin)
         states.settle(request_id, end - begin)
-        for rows in _blocks(begin, border, end, self._prefill_chunk):
+        for rows in _blocks(begin, len(draft.request.sampling.prompt), end, self._prefill_chunk):
             made = [after for after in snapshots if rows.start < after <= rows.stop]
             states.extend(request_id, len(rows), is_revocable=False, snapshots=made)
             self._runner.forward([self._span(draft, rows)])
-        draft.rows = end
-        return True
 
     def _reserve(self, draft: Draft) -> bool:
         """Room for the rows of the next forward. Everything before the anchor is settled, the first time."""
