@@ -17,6 +17,7 @@ from proa.loading.files import Chunks, MappedFile, Reader, group_reader, group_s
 from proa.loading.groups import Group
 from proa.loading.ledger import Entry, LoadLedger
 from proa.loading.progress import Advance, Progress
+from proa.units import DType
 
 CHUNK_ELEMENTS = 4 * 2**20  # elements converted at once: 16 MiB of float32, so that peak memory is the model's own
 
@@ -31,7 +32,8 @@ def load_weights(parameters: Mapping[str, torch.Tensor], ledger: LoadLedger, pro
     total = sum(group.nbytes for group in groups) + sum(entry.info.nbytes for entry in copies)
     with progress.phase(f"loading {ledger.role} weights", total) as advance:
         for group, chunks in _read(groups, ledger, advance):
-            targets = [_Target(fill, parameters[fill.parameter]) for fill in group.place.fills]
+            form = group.values.dtype if _is_raw(group, ledger) and group.values.dtype.is_block else None
+            targets = [_Target(fill, parameters[fill.parameter], form) for fill in group.place.fills]
             _copy(chunks, targets)
             _copy_scales(group, parameters, ledger)
             ledger.fill(group.place.group)
@@ -41,13 +43,14 @@ def load_weights(parameters: Mapping[str, torch.Tensor], ledger: LoadLedger, pro
 
 
 class _Target:
-    """Where a part of a weight goes: rows of a parameter seen as a matrix."""
+    """Where a part of a weight goes: rows of a parameter seen as a matrix, in bytes of `form` where that is kept."""
 
-    def __init__(self, fill: Fill, parameter: torch.Tensor) -> None:
+    def __init__(self, fill: Fill, parameter: torch.Tensor, form: DType | None) -> None:
         rows = parameter.view(num_rows(tuple(parameter.shape)), *parameter.shape[1:][-1:])
         self._rows = rows if fill.rows is None else rows[fill.rows[0] : fill.rows[1]]
         self._part = (0, None) if fill.part is None or fill.part.rows is None else fill.part.rows
-        self._columns = None if fill.part is None else fill.part.columns
+        columns = None if fill.part is None else fill.part.columns
+        self._columns = columns if columns is None or form is None else tuple(map(form.nbytes, columns))
 
     def take(self, row: int, values: torch.Tensor) -> None:
         """Copy what of the stored rows from `row` on belongs here."""
@@ -126,7 +129,11 @@ def _read(groups: Iterable[Group], ledger: LoadLedger, advance: Advance) -> Iter
     for path, members in by_file.items():
         with MappedFile(path) as file:
             for group in members:
-                is_raw = any(fill.parameter in ledger.blocks for fill in group.place.fills)
-                yield group, group_reader(group, file, ledger.fp8_block, is_raw=is_raw).chunks(CHUNK_ELEMENTS)
+                reader = group_reader(group, file, ledger.fp8_block, is_raw=_is_raw(group, ledger))
+                yield group, reader.chunks(CHUNK_ELEMENTS)
                 file.forget(group.values)
                 advance(group.nbytes)
+
+
+def _is_raw(group: Group, ledger: LoadLedger) -> bool:
+    return any(fill.parameter in ledger.blocks for fill in group.place.fills)

@@ -1,0 +1,131 @@
+"""GGUF files of models with experts, written from a hub checkpoint with gguf's own tables of names, as llama.cpp's
+converter lays them out: the experts of a projection stacked, one-dimensional tensors and routers in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+from safetensors.torch import load_file, save_file
+
+Keys = Callable[[GGUFWriter, Mapping[str, Any]], None]
+
+
+def write_moe_gguf(path: Path, hub: Path, kind: str, *, without: tuple[str, ...] = ()) -> Path:
+    """`kind` is the type of every matrix whose rows are whole blocks of it; others are float32. Tensors whose hub name
+    has a part of `without` are left away."""
+    config = json.loads((hub / "config.json").read_text())
+    arch, keys = ARCHES[config["model_type"]]
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _common_keys(writer, config)
+    keys(writer, config)
+    names = gguf.get_tensor_name_map(arch, blocks(config))
+    for name, value in stacked(load_file(hub / "model.safetensors"), config).items():
+        if any(part in name for part in without):
+            continue
+        stored = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        if stored.endswith("ffn_gate_inp_shexp.weight"):
+            value = value[0]
+        form = form_of(stored, value.shape, kind)
+        writer.add_tensor(stored, quants.quantize(value, form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def blocks(config: Mapping[str, Any]) -> int:
+    """GGUF counts the layer of a bundled draft, too."""
+    return config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+
+
+def form_of(stored: str, shape: tuple[int, ...], kind: str) -> GGMLQuantizationType:
+    form = GGMLQuantizationType[kind]
+    is_plain = len(shape) < 2 or "ffn_gate_inp" in stored or shape[-1] % gguf.GGML_QUANT_SIZES[form][0]
+    return GGMLQuantizationType.F32 if is_plain else form
+
+
+def stacked(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Float32 by hub name; the experts of a projection are one tensor, whose name lacks the number."""
+    found: dict[str, list[np.ndarray]] = {}
+    count = config.get("num_experts") or config["n_routed_experts"]
+    for layer in range(blocks(config)):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            listed = [f"{prefix}.{expert}.{part}.weight" for expert in range(count)]
+            if listed[0] in tensors:
+                found[f"{prefix}.{part}.weight"] = [tensors[name].float().numpy() for name in listed]
+    whole = {name: t.float().numpy() for name, t in tensors.items() if ".experts." not in name}
+    return whole | {name: np.stack(parts) for name, parts in found.items()}
+
+
+def write_dequantised(hub: Path, source: Path, kind: str) -> Path:
+    """The hub checkpoint `source` with the values that gguf's own code makes of its `kind` blocks, in float32."""
+    config = json.loads((source / "config.json").read_text())
+    arch, _ = ARCHES[config["model_type"]]
+    names = gguf.get_tensor_name_map(arch, blocks(config))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        parts = name.split(".")
+        merged = ".".join(parts[:5] + parts[6:]) if ".experts." in name else name
+        stored = names.get_name(merged.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
+        value = tensor.float().numpy()
+        form = form_of(str(stored), value.shape, kind)
+        tensors[name] = torch.from_numpy(quants.dequantize(quants.quantize(value, form), form)).reshape(tensor.shape)
+    hub.mkdir()
+    (hub / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
+    save_file(tensors, hub / "model.safetensors")
+    return hub
+
+
+def _common_keys(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_block_count(blocks(config))
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _qwen3_keys(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_expert_count(config["num_experts"])
+
+
+def _qwen2_keys(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _glm_keys(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * config["partial_rotary_factor"]))
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+
+
+ARCHES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys]] = {
+    "qwen3_moe": (gguf.MODEL_ARCH.QWEN3MOE, _qwen3_keys),
+    "qwen2_moe": (gguf.MODEL_ARCH.QWEN2MOE, _qwen2_keys),
+    "glm4_moe": (gguf.MODEL_ARCH.GLM4_MOE, _glm_keys),
+}
