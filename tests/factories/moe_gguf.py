@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 Keys = Callable[[GGUFWriter, Mapping[str, Any]], None]
 
 
-def write_moe_gguf(path: Path, hub: Path, kind: str, *, without: tuple[str, ...] = ()) -> Path:
-    """`kind` is the type of every matrix whose rows are whole blocks of it; others are float32. Tensors whose hub name
-    has a part of `without` are left away."""
+def write_moe_gguf(path: Path, hub: Path, kind: str, *, without: tuple[str, ...] = (), routers: bool = False) -> Path:
+    """`kind` is the type of every matrix whose rows are whole blocks of it, with `routers` of those too; the rest is
+    float32. Tensors whose hub name has a part of `without` are left away."""
     config = json.loads((hub / "config.json").read_text())
     arch, keys = ARCHES[config["model_type"]]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -27,13 +27,15 @@ def write_moe_gguf(path: Path, hub: Path, kind: str, *, without: tuple[str, ...]
     keys(writer, config)
     names = gguf.get_tensor_name_map(arch, blocks(config))
     for name, value in stacked(load_file(hub / "model.safetensors"), config).items():
-        if any(part in name for part in without):
+        if any(part in name for part in without) or f".layers.{blocks(config)}." in name:
             continue
         stored = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         if stored.endswith("ffn_gate_inp_shexp.weight"):
             value = value[0]
-        form = form_of(stored, value.shape, kind)
+        form = (
+            GGMLQuantizationType[kind] if routers and "ffn_gate_inp." in stored else form_of(stored, value.shape, kind)
+        )
         writer.add_tensor(stored, quants.quantize(value, form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -43,7 +45,9 @@ def write_moe_gguf(path: Path, hub: Path, kind: str, *, without: tuple[str, ...]
 
 
 def blocks(config: Mapping[str, Any]) -> int:
-    """GGUF counts the layer of a bundled draft, too."""
+    """GGUF counts the layer of a bundled draft too, where it has one: not in the files of latent attention."""
+    if "kv_lora_rank" in config:
+        return config["num_hidden_layers"]
     return config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
 
 
@@ -124,8 +128,31 @@ def _glm_keys(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
 
 
+def _latent_keys(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_key_length(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_value_length(config["v_head_dim"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType[config["scoring_func"].upper()])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if scaling := config["rope_scaling"]:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["type"]))
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+
+
 ARCHES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys]] = {
     "qwen3_moe": (gguf.MODEL_ARCH.QWEN3MOE, _qwen3_keys),
     "qwen2_moe": (gguf.MODEL_ARCH.QWEN2MOE, _qwen2_keys),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v2_lite", "deepseek_v3"), (gguf.MODEL_ARCH.DEEPSEEK2, _latent_keys)),
     "glm4_moe": (gguf.MODEL_ARCH.GLM4_MOE, _glm_keys),
 }

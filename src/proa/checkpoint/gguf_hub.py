@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from proa.checkpoint.gguf import GgufFile
+from proa.checkpoint.gguf_latent import latent_config, latent_scaling
 from proa.checkpoint.gguf_names import ARCHES, GATING, KEYS, NAMES, Arch
 from proa.checkpoint.types import RopePermuted, TensorInfo
 from proa.errors import CheckpointError
@@ -24,10 +25,19 @@ _SCALING_KEYS = MappingProxyType(
         "rope.scaling.original_context_length": "original_max_position_embeddings",
     }
 )
+_MLA_LENGTHS = ("attention.key_length_mla", "attention.value_length_mla")
 _GATING = "expert_gating_func"
 # Not passed on as keys: compared with other facts, made into other keys, or a remark without effect (finetuned).
 _CONSUMED = frozenset(
-    ("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.finetuned", _GATING, *_SCALING_KEYS)
+    (
+        "attention.value_length",
+        *_MLA_LENGTHS,
+        "rope.dimension_count",
+        "vocab_size",
+        "rope.scaling.finetuned",
+        _GATING,
+        *_SCALING_KEYS,
+    )
 )
 _TOKEN_GATE = "shared_expert_gate.weight"  # [D] where the converter drops a dimension of one, [1, D] in the hub
 _TOKENIZER = "tokenizer.ggml."
@@ -51,9 +61,9 @@ def hub_config(gguf: GgufFile) -> dict[str, Any]:
         config["vocab_size"] = stored["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in stored
     config |= _from_tensors(arch, stored) | _gating(arch, own) | _bundled(config)
-    config |= _partial_rotary(own, config)
-    config |= _rope(gguf, own, has_factors="rope_freqs.weight" in stored)
-    _refuse_contradictions(gguf, own, config)
+    config |= latent_config(own, config, stored) if arch.is_latent else _partial_rotary(own, config)
+    config |= _rope(gguf, own, arch, has_factors="rope_freqs.weight" in stored)
+    _refuse_contradictions(gguf, own, config, arch)
     return config
 
 
@@ -152,7 +162,7 @@ def _gating(arch: Arch, own: Mapping[str, Any]) -> dict[str, Any]:
     return {} if said == arch.gating else {"scoring_func": said}
 
 
-def _rope(gguf: GgufFile, own: Mapping[str, Any], *, has_factors: bool) -> dict[str, Any]:
+def _rope(gguf: GgufFile, own: Mapping[str, Any], arch: Arch, *, has_factors: bool) -> dict[str, Any]:
     """rope_scaling, when there is any. Stored factors (rope_freqs.weight) are a scaling of their own."""
     named = {_SCALING_KEYS[key]: own[key] for key in _SCALING_KEYS if key in own}
     named |= {key.removeprefix(_SCALING): own[key] for key in own if key.startswith(_SCALING) and key not in _CONSUMED}
@@ -162,13 +172,13 @@ def _rope(gguf: GgufFile, own: Mapping[str, Any], *, has_factors: bool) -> dict[
         raise _contradiction(gguf, f"rope.scaling.type is {kind!r}, but rope_freqs.weight is stored too")
     if has_factors:
         return {"rope_scaling": {"rope_type": "factors"}}
-    return {} if kind == "none" else {"rope_scaling": named}
+    return {} if kind == "none" else {"rope_scaling": latent_scaling(named) if arch.is_latent else named}
 
 
-def _refuse_contradictions(gguf: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def _refuse_contradictions(gguf: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any], arch: Arch) -> None:
     """Facts that are stored twice must agree."""
     head_dim, rows = _head_dim(config), config.get("vocab_size")
-    if own.get("attention.value_length", head_dim) != head_dim:
+    if not arch.is_latent and own.get("attention.value_length", head_dim) != head_dim:
         raise _contradiction(gguf, f"attention.value_length is {own['attention.value_length']}, key_length {head_dim}")
     if own.get("vocab_size", rows) != rows:
         raise _contradiction(gguf, f"vocab_size is {own['vocab_size']}, but token_embd.weight has {rows} rows")

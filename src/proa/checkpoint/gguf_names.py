@@ -46,6 +46,20 @@ _ATTENTION: Mapping[str, str] = MappingProxyType(
         "ffn_norm": "post_attention_layernorm",
     }
 )
+_LATENT: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+    }
+)
 _MLP: Mapping[str, str] = MappingProxyType(
     {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 )
@@ -103,7 +117,8 @@ class Arch:
 
     `unsaid`: config keys that the architecture implies and files need not have. `gating`: the scores of its routers,
     where the hub's config has no key for them. `permuted`: rows of q and k have their rotation's halves interleaved.
-    `has_biases`: q, k and v have some, and no key says so; `has_qk_norm_key`: one says whether q and k are normed.
+    `has_biases`: q, k and v have some, and no key says so; `has_qk_norm_key`: one says whether q and k are normed;
+    `is_latent`: gguf_latent.py has more to say.
     """
 
     hub: str
@@ -113,6 +128,7 @@ class Arch:
     gating: str | None = None
     has_biases: bool = False
     has_qk_norm_key: bool = False
+    is_latent: bool = False
     permuted: bool = False
 
 
@@ -157,6 +173,17 @@ ARCHES: Mapping[str, Arch] = MappingProxyType(
             keys=_GROUPED_KEYS,
             unsaid={"partial_rotary_factor": 1.0},
             has_qk_norm_key=True,
+        ),
+        "deepseek2": Arch(
+            hub="DeepseekV2ForCausalLM",
+            layer=_LATENT | _MLP | _EXPERTS | _shared("shared_experts") | _CORRECTION,
+            keys={
+                **_GROUPED_KEYS,
+                "attention.q_lora_rank": "q_lora_rank",
+                "attention.kv_lora_rank": "kv_lora_rank",
+            },
+            unsaid={"norm_topk_prob": False, "routed_scaling_factor": 1.0},
+            is_latent=True,
         ),
     }
 )

@@ -1,0 +1,152 @@
+"""GGUF files of models with experts, written with gguf's own names: logits are those of transformers in float32, and in
+blocks those of the same model with the values that gguf's own code makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from proa.errors import PlanError, WeightError
+from proa.loading.ledger import LoadLedger
+from proa.runner.runner import Runner
+from proa.units import DType, Phase
+from tests.factories.headers import SERVER, planned
+from tests.factories.moe_gguf import write_dequantised, write_moe_gguf
+from tests.factories.native import native_runner, probed, why_not
+from tests.factories.oracles import TOLERANCE, assert_close, assert_greedy, greedy, read_reference
+from tests.factories.runners import Rows, runner_of
+
+FAMILIES = ("qwen2_moe", "qwen3_moe", "glm4_moe")
+KINDS = ("Q8_0", "Q4_0", "Q4_1")
+PROMPT = [int(token) for token in torch.randint(3, 200, (40,), generator=torch.Generator().manual_seed(0))]
+FOUND = probed()
+WHY_NOT = why_not(FOUND) or (None if "avx512_vnni" in FOUND.caps.isa else "this CPU has no avx512_vnni")
+native = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+@pytest.fixture(scope="module")
+def files(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    root = tmp_path_factory.mktemp("gguf")
+
+    def write(family: str, kind: str) -> Path:
+        path = root / f"{family}-{kind}.gguf"
+        return path if path.exists() else write_moe_gguf(path, tiny(family), kind)
+
+    return write
+
+
+def logits_of(runner: Runner) -> torch.Tensor:
+    """Of the prompt, and of a few decoded rows."""
+    rows = Rows(runner, 1, 64)
+    parts = [rows.prefill(0, PROMPT[:17]), rows.prefill(0, PROMPT[17:36]), *(rows.decode([t]) for t in PROMPT[36:])]
+    return torch.cat(parts)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", (*FAMILIES, "deepseek_v2_lite", "deepseek_v2", "deepseek_v3"))
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+def test_logits_and_tokens_are_those_of_transformers(family: str, kind: str, oracle_dir: Path, tmp_path: Path) -> None:
+    hub = oracle_dir / "plain" / family
+    reference = read_reference(hub)
+    runner = runner_of(write_moe_gguf(tmp_path / "m.gguf", hub, kind), dtype="float32")
+    rows = Rows(runner, 1, 128)
+    logits = rows.prefill(0, reference.prompt)
+    if kind == "F32":
+        assert_close(logits, reference.logits)
+        assert_greedy(greedy(rows, logits[-1:], 32)[0], reference)
+    else:  # bfloat16 weights are those of the oracle rounded: close, and not the same
+        assert TOLERANCE < (logits - reference.logits).norm() / reference.logits.norm() < 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_are_dequantised_have_gguf_s_values(
+    family: str, kind: str, files: Callable[[str, str], Path], tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    runner = runner_of(files(family, kind), dtype="float32", quantization="none")
+    expected = logits_of(runner_of(write_dequantised(tmp_path / "hub", tiny(family), kind), dtype="float32"))
+    assert_close(logits_of(runner), expected)
+
+
+@native
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_blocks_differ_by_the_rounding_of_activations(
+    family: str, kind: str, files: Callable[[str, str], Path], tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = files(family, kind)
+    kept = native_runner(path, FOUND, dtype="float32", quantization=kind.lower())
+    assert kept.describe()["quantization"] == kind.lower()
+    assert {name for name, _ in kept.plan.layout.blocks} >= {
+        "layers.1.ffn.experts.gate_up",
+        "layers.1.ffn.experts.down",
+    }
+    expected = logits_of(runner_of(write_dequantised(tmp_path / "hub", tiny(family), kind), dtype="float32"))
+    ours = logits_of(kept)
+    # 8 bits per activation: a hundredth per product. A row whose router is undecided may take another expert.
+    errors = (ours - expected).norm(dim=1) / expected.norm(dim=1)
+    assert 0 < errors.median() < 0.03
+
+
+@native
+def test_rows_of_kept_blocks_have_the_same_bits_beside_other_requests(files: Callable[[str, str], Path]) -> None:
+    path = files("qwen3_moe", "Q4_0")
+    rows = Rows(native_runner(path, FOUND), 4, 64)
+    assert rows.runner.plan.quantization.value == "q4_0"
+    together = rows.runner.forward([rows.span(i, Phase.PREFILL, PROMPT[i : i + 20]) for i in range(4)]).logits
+    alone = Rows(native_runner(path, FOUND), 4, 64)
+    assert torch.equal(torch.cat([alone.prefill(i, PROMPT[i : i + 20]) for i in range(4)]), together)
+
+
+@native
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_is_separate_on_kept_blocks(kind: str, files: Callable[[str, str], Path]) -> None:
+    """The shared expert has the width of the routed ones, and the same stored form."""
+    asks = {"dtype": "float32", "quantization": kind.lower()}
+    fused, separate = (
+        native_runner(files("glm4_moe", kind), FOUND, shared_experts=how, **asks) for how in ("fused", "separate")
+    )
+    assert fused.plan.layout.moe_of(1).is_fused and not separate.plan.layout.moe_of(1).is_fused
+    ours, expected = logits_of(fused), logits_of(separate)
+    # Sums in another order; a value beside a rounding border may then fall to the other side.
+    assert ((ours - expected).norm(dim=1) / expected.norm(dim=1)).median() < 1e-5
+
+
+def test_the_plan_keeps_experts_in_blocks_with_their_bytes(files: Callable[[str, str], Path]) -> None:
+    target = planned(files("qwen3_moe", "Q4_0"), caps=SERVER).target
+    assert target.plan.quantization.value == "q4_0"
+    assert target.parameters["layers.2.ffn.experts.down"].dtype is DType.Q4_0
+    assert target.parameters["layers.2.ffn.router.weight"].dtype is None
+    assert LoadLedger(target).findings == ()
+    assert target.parameters["layers.2.ffn.experts.down"].nbytes(DType.BF16) == 8 * 64 * 32 // 32 * 18
+
+
+def test_without_native_experts_all_is_dequantised_and_the_reason_says_so(files: Callable[[str, str], Path]) -> None:
+    path = files("qwen3_moe", "Q4_0")
+    decision = planned(path, caps=SERVER, moe_kernel="reference").target.plan.quantization
+    assert decision.value == "none"
+    assert "reference does not compute on stored blocks" in decision.reason
+    with pytest.raises(PlanError, match="reference does not compute on stored blocks"):
+        planned(path, caps=SERVER, moe_kernel="reference", quantization="q4_0")
+
+
+def test_experts_in_a_format_without_kernels_are_named(files: Callable[[str, str], Path]) -> None:
+    decision = planned(files("qwen3_moe", "Q5_0"), caps=SERVER).target.plan.quantization
+    assert decision.value == "none"
+
+
+def test_a_router_in_blocks_is_dequantised_and_named(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    path = write_moe_gguf(tmp_path / "m.gguf", tiny("qwen3_moe"), "Q8_0", routers=True)
+    plan = planned(path, caps=SERVER).target.plan
+    assert plan.quantization.value == "q8_0"
+    assert "layers.#.ffn.router.weight (scores decide" in plan.quantization.reason
+    assert not [name for name, _ in plan.layout.blocks if "router" in name]
+
+
+def test_a_projection_that_lacks_is_missing_by_name(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    path = write_moe_gguf(tmp_path / "m.gguf", tiny("qwen3_moe"), "F32", without=("layers.1.mlp.experts.up_proj",))
+    with pytest.raises(WeightError, match=r"model\.layers\.1\.mlp\.experts\.up_proj\.weight"):
+        LoadLedger(planned(path, caps=SERVER).target).refuse_findings()
