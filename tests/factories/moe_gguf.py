@@ -17,16 +17,27 @@ from safetensors.torch import load_file, save_file
 Keys = Callable[[GGUFWriter, Mapping[str, Any]], None]
 
 
-def write_moe_gguf(path: Path, hub: Path, kind: str, *, without: tuple[str, ...] = (), routers: bool = False) -> Path:
+def write_moe_gguf(
+    path: Path,
+    hub: Path,
+    kind: str,
+    *,
+    without: tuple[str, ...] = (),
+    routers: bool = False,
+    split: bool = False,
+) -> Path:
     """`kind` is the type of every matrix whose rows are whole blocks of it, with `routers` of those too; the rest is
-    float32. Tensors whose hub name has a part of `without` are left away."""
+    float32. Tensors whose hub name has a part of `without` are left away. `split`: kv_b_proj as two tensors."""
     config = json.loads((hub / "config.json").read_text())
     arch, keys = ARCHES[config["model_type"]]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _common_keys(writer, config)
     keys(writer, config)
+    if split:
+        _mla_keys(writer, config)
     names = gguf.get_tensor_name_map(arch, blocks(config))
-    for name, value in stacked(load_file(hub / "model.safetensors"), config).items():
+    values = stacked(load_file(hub / "model.safetensors"), config)
+    for name, value in (split_kv(values, config) if split else values).items():
         if any(part in name for part in without) or f".layers.{blocks(config)}." in name:
             continue
         stored = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
@@ -88,6 +99,32 @@ def write_dequantised(hub: Path, source: Path, kind: str) -> Path:
     (hub / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
     save_file(tensors, hub / "model.safetensors")
     return hub
+
+
+def split_kv(values: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """kv_b_proj as the converter divides it for absorbed attention: keys transposed per head, values as they are."""
+    found: dict[str, np.ndarray] = {}
+    for name, value in values.items():
+        if "kv_b_proj" not in name:
+            found[name] = value
+            continue
+        heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
+        both = value.reshape(heads, nope + config["v_head_dim"], -1)
+        found[name.replace("kv_b", "k_b")] = np.ascontiguousarray(both[:, :nope].transpose(0, 2, 1))
+        found[name.replace("kv_b", "v_b")] = np.ascontiguousarray(both[:, nope:])
+    return found
+
+
+def _mla_keys(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """The sizes of the shared rows take the place of the heads'."""
+    for key, value in (
+        ("attention.key_length", config["kv_lora_rank"] + config["qk_rope_head_dim"]),
+        ("attention.value_length", config["kv_lora_rank"]),
+        ("attention.head_count_kv", 1),
+    ):
+        writer.kv_data[0][f"deepseek2.{key}"].value = value
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_value_length_mla(config["v_head_dim"])
 
 
 def _common_keys(writer: GGUFWriter, config: Mapping[str, Any]) -> None:

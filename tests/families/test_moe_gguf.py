@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from proa.checkpoint.open import open_checkpoint
 from proa.errors import PlanError, WeightError
 from proa.loading.ledger import LoadLedger
 from proa.runner.runner import Runner
@@ -59,6 +60,15 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, kind: str, ora
         assert_greedy(greedy(rows, logits[-1:], 32)[0], reference)
     else:  # bfloat16 weights are those of the oracle rounded: close, and not the same
         assert TOLERANCE < (logits - reference.logits).norm() / reference.logits.norm() < 0.1
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", ["deepseek_v2_lite", "deepseek_v2", "deepseek_v3"])
+def test_split_up_projections_are_put_together_again(family: str, oracle_dir: Path, tmp_path: Path) -> None:
+    hub = oracle_dir / "plain" / family
+    path, reference = write_moe_gguf(tmp_path / "m.gguf", hub, "F32", split=True), read_reference(hub)
+    assert not [name for name in open_checkpoint(path).tensors if "kv_b" in name]
+    assert_close(Rows(runner_of(path, dtype="float32"), 1, 128).prefill(0, reference.prompt), reference.logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from proa.checkpoint.gguf import GgufFile
-from proa.checkpoint.gguf_latent import latent_config, latent_scaling
+from proa.checkpoint.gguf_latent import latent_config, latent_scaling, latent_tensor
 from proa.checkpoint.gguf_names import ARCHES, GATING, KEYS, NAMES, Arch
 from proa.checkpoint.types import RopePermuted, TensorInfo
 from proa.errors import CheckpointError
@@ -80,7 +80,8 @@ def hub_tensors(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, TensorIn
         count = heads.get(name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2])
         order = RopePermuted(heads=count) if count is not None else None
         shape = (1, *tensor.shape) if name.endswith(_TOKEN_GATE) and len(tensor.shape) == 1 else tensor.shape
-        tensors[name] = tensor._replace(name=name, shape=shape, row_order=order)
+        named = tensor._replace(name=name, shape=shape, row_order=order)
+        tensors[name] = latent_tensor(named) if arch.is_latent else named
     return tensors
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from proa.checkpoint.types import TensorInfo, Transposed
+
 _LOG_MULTIPLIER = "yarn_log_multiplier"
 
 
@@ -25,7 +27,8 @@ def latent_config(own: Mapping[str, Any], config: Mapping[str, Any], stored: Col
         "v_head_dim": own.get("attention.value_length_mla", own.get("attention.value_length")),
         "num_key_value_heads": config.get("num_attention_heads"),
     }
-    return {key: value for key, value in sizes.items() if value is not None} | _routing(config, stored)
+    found = {key: value for key, value in sizes.items() if value is not None} | _routing(config, stored)
+    return found | ({"split_kv_b": True} if any(name.endswith(".attn_k_b.weight") for name in stored) else {})
 
 
 def _routing(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
@@ -34,6 +37,14 @@ def _routing(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, An
         return {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc"}
     has_groups = config.get("n_group", 1) not in (0, 1)
     return {"topk_method": "group_limited_greedy" if has_groups else "greedy"}
+
+
+def latent_tensor(info: TensorInfo) -> TensorInfo:
+    """Keys' up-projection as the hub has its rows: each head's matrix is stored transposed, [heads, rank, size]."""
+    if not info.name.endswith(".k_b_proj.weight") or len(info.shape) != 3:  # noqa: PLR2004  (heads, rank, size)
+        return info
+    heads, rank, size = info.shape
+    return info._replace(shape=(heads, size, rank), row_order=Transposed(heads=heads))
 
 
 def latent_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,8 @@ _LATENT: Mapping[str, str] = MappingProxyType(
         "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
         "attn_kv_a_norm": "self_attn.kv_a_layernorm",
         "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.k_b_proj",
+        "attn_v_b": "self_attn.v_b_proj",
         "attn_output": "self_attn.o_proj",
         "ffn_norm": "post_attention_layernorm",
     }
