@@ -11,7 +11,10 @@ import torch
 
 from proa.checkpoint.open import open_checkpoint
 from proa.errors import PlanError, WeightError
+from proa.loading import apply
+from proa.loading.build import build
 from proa.loading.ledger import LoadLedger
+from proa.loading.progress import Silent
 from proa.runner.runner import Runner
 from proa.units import DType, Phase
 from tests.factories.headers import SERVER, planned
@@ -69,6 +72,21 @@ def test_split_up_projections_are_put_together_again(family: str, oracle_dir: Pa
     path, reference = write_moe_gguf(tmp_path / "m.gguf", hub, "F32", split=True), read_reference(hub)
     assert not [name for name in open_checkpoint(path).tensors if "kv_b" in name]
     assert_close(Rows(runner_of(path, dtype="float32"), 1, 128).prefill(0, reference.prompt), reference.logits)
+
+
+@pytest.mark.parametrize("chunk", [1, 1000, apply.CHUNK_ELEMENTS])
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
+def test_parameters_are_those_of_the_hubs_form_whatever_the_chunk(
+    family: str, chunk: int, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apply, "CHUNK_ELEMENTS", chunk)
+    path = write_moe_gguf(tmp_path / "m.gguf", tiny(family), "F32", split=family == "deepseek_v3")
+    ours, expected = (
+        dict(build(planned(each, dtype="float32").target, Silent(), None, None).model.named_parameters())
+        for each in (path, tiny(family))
+    )
+    assert ours.keys() == expected.keys()
+    assert {name for name in ours if not torch.equal(ours[name], expected[name])} == set()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
