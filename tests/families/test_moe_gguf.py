@@ -18,6 +18,7 @@ from proa.loading.progress import Silent
 from proa.runner.runner import Runner
 from proa.units import DType, Phase
 from tests.factories.headers import SERVER, planned
+from tests.factories.mla_checkpoints import write_mla
 from tests.factories.moe_gguf import write_dequantised, write_moe_gguf
 from tests.factories.native import native_runner, probed, why_not
 from tests.factories.oracles import TOLERANCE, assert_close, assert_greedy, greedy, read_reference
@@ -80,10 +81,12 @@ def test_parameters_are_those_of_the_hubs_form_whatever_the_chunk(
     family: str, chunk: int, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(apply, "CHUNK_ELEMENTS", chunk)
-    path = write_moe_gguf(tmp_path / "m.gguf", tiny(family), "F32", split=family == "deepseek_v3")
+    is_latent = family == "deepseek_v3"
+    hub = write_mla(family, tmp_path / "hub") if is_latent else tiny(family)
+    path = write_moe_gguf(tmp_path / "m.gguf", hub, "F32", split=is_latent)
     ours, expected = (
         dict(build(planned(each, dtype="float32").target, Silent(), None, None).model.named_parameters())
-        for each in (path, tiny(family))
+        for each in (path, hub)
     )
     assert ours.keys() == expected.keys()
     assert {name for name in ours if not torch.equal(ours[name], expected[name])} == set()
@@ -107,7 +110,7 @@ def test_kept_blocks_differ_by_the_rounding_of_activations(
 ) -> None:
     path = files(family, kind)
     kept = native_runner(path, FOUND, dtype="float32", quantization=kind.lower())
-    assert kept.describe()["quantization"] == kind.lower()
+    assert kept.plan.quantization.value == kind.lower()
     assert {name for name, _ in kept.plan.layout.blocks} >= {
         "layers.1.ffn.experts.gate_up",
         "layers.1.ffn.experts.down",

@@ -133,10 +133,10 @@ def quantization(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
         Option(
             value=name,
             rule="quantization.kept",
-            reason=_kept_reason(counts) + _expanded(facts),
+            reason=_kept_reason(counts, facts) + _expanded(facts),
             source=Source.CHECKPOINT,
             requires=(BLOCKS, VNNI, ROUNDED),
-            reads=("stored.tensors", "stored.expanded"),
+            reads=("stored.tensors", "stored.blocks", "stored.expanded"),
         )
         for name in sorted(blocks, key=lambda name: -counts[name])
     ]
@@ -184,9 +184,12 @@ def _stored_reason(blocks: Sequence[str], facts: Mapping[str, Any]) -> str:
     return f"no quantised tensors (excluded from the checkpoint's {facts['checkpoint.quant']})"
 
 
-def _kept_reason(counts: Mapping[str, int]) -> str:
-    linear = ", ".join(f"{count} in {name}" for name, count in counts.items())
-    return f"linear maps run on the stored blocks ({linear}), activations rounded to 8 bits in groups of 32"
+def _kept_reason(counts: Mapping[str, int], facts: Mapping[str, Any]) -> str:
+    said = ", ".join(f"{count} in {name}" for name, count in counts.items())
+    what = (
+        "linear maps and experts" if any(".experts." in name for name, _ in facts["stored.blocks"]) else "linear maps"
+    )
+    return f"{what} run on the stored blocks ({said}), activations rounded to 8 bits in groups of 32"
 
 
 def _expanded(facts: Mapping[str, Any]) -> str:
