@@ -4,6 +4,7 @@ converter lays them out: the experts of a projection stacked, one-dimensional te
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,13 @@ def write_moe_gguf(
     for name, value in (split_kv(values, config) if split else values).items():
         if any(part in name for part in without) or f".layers.{blocks(config)}." in name:
             continue
-        stored = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
-        assert stored is not None, name
+        stored = gguf_name(names, name)
         if stored.endswith("ffn_gate_inp_shexp.weight"):
             value = value[0]
         form = (
             GGMLQuantizationType[kind] if routers and "ffn_gate_inp." in stored else form_of(stored, value.shape, kind)
         )
-        writer.add_tensor(stored, quants.quantize(value, form), raw_dtype=form)
+        writer.add_tensor(stored, blocks_of(stored, value, form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -85,20 +85,41 @@ def stacked(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> d
 def write_dequantised(hub: Path, source: Path, kind: str) -> Path:
     """The hub checkpoint `source` with the values that gguf's own code makes of its `kind` blocks, in float32."""
     config = json.loads((source / "config.json").read_text())
-    arch, _ = ARCHES[config["model_type"]]
-    names = gguf.get_tensor_name_map(arch, blocks(config))
+    names = gguf.get_tensor_name_map(ARCHES[config["model_type"]][0], blocks(config))
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        parts = name.split(".")
-        merged = ".".join(parts[:5] + parts[6:]) if ".experts." in name else name
-        stored = names.get_name(merged.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
-        value = tensor.float().numpy()
-        form = form_of(str(stored), value.shape, kind)
-        tensors[name] = torch.from_numpy(quants.dequantize(quants.quantize(value, form), form)).reshape(tensor.shape)
+    for name, value in stacked(load_file(source / "model.safetensors"), config).items():
+        stored = gguf_name(names, name)
+        form = form_of(stored, value.shape, kind)
+        values = torch.from_numpy(quants.dequantize(blocks_of(stored, value, form), form).reshape(value.shape))
+        if ".experts." in name:
+            head, tail = name.split(".experts.")
+            tensors |= {f"{head}.experts.{expert}.{tail}": one.clone() for expert, one in enumerate(values)}
+        else:
+            tensors[name] = values.clone()
     hub.mkdir()
     (hub / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
     save_file(tensors, hub / "model.safetensors")
     return hub
+
+
+def gguf_name(names: gguf.TensorNameMap, hub: str) -> str:
+    """As the converter asks for it."""
+    stored = names.get_name(hub.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
+    assert stored is not None, hub
+    return stored
+
+
+def blocks_of(stored: str, value: np.ndarray, form: GGMLQuantizationType) -> np.ndarray:
+    """`value` in blocks; of K formats, which gguf does not quantise, any small values' blocks instead, by name."""
+    if form not in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K):
+        return quants.quantize(value, form)
+    rng, (elements, nbytes) = np.random.default_rng(zlib.crc32(stored.encode())), gguf.GGML_QUANT_SIZES[form]
+    found = rng.integers(0, 256, (*value.shape[:-1], value.shape[-1] // elements, nbytes), dtype=np.uint8)
+    # Values of Q4_K are d * scale * (0 to 15) - m * minimum: half of 15 for m centres them.
+    for at, size in ((0, 1e-4), (2, 7.5e-4)) if form is GGMLQuantizationType.Q4_K else ((208, 2e-5),):
+        factors = (size + 0.2 * size * rng.random(found.shape[:-1])).astype(np.float16)
+        found[..., at : at + 2] = factors[..., None].view(np.uint8)
+    return found.reshape(*value.shape[:-1], -1)
 
 
 def split_kv(values: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:

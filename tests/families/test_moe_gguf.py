@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,20 @@ def test_kept_blocks_differ_by_the_rounding_of_activations(
 
 
 @native
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_k_blocks_are_those_of_gguf_dequantised_and_kept(kind: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    hub = tiny("qwen3_moe", hidden_size=256, moe_intermediate_size=256)
+    path = write_moe_gguf(tmp_path / "m.gguf", hub, kind)
+    expected = logits_of(runner_of(write_dequantised(tmp_path / "hub", hub, kind), dtype="float32"))
+    plain = logits_of(runner_of(path, dtype="float32", quantization="none"))
+    assert (plain - expected).abs().max() < 1e-4 * expected.abs().max()
+    kept = native_runner(path, FOUND, dtype="float32", quantization=kind.lower())
+    assert dict(kept.plan.layout.blocks)["layers.0.ffn.experts.down"].name == kind
+    errors = (logits_of(kept) - expected).norm(dim=1) / expected.norm(dim=1)
+    assert 0 < errors.median() < 0.03
+
+
+@native
 def test_rows_of_kept_blocks_have_the_same_bits_beside_other_requests(files: Callable[[str, str], Path]) -> None:
     path = files("qwen3_moe", "Q4_0")
     rows = Rows(native_runner(path, FOUND), 4, 64)
@@ -136,7 +151,7 @@ def test_rows_of_kept_blocks_have_the_same_bits_beside_other_requests(files: Cal
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_is_separate_on_kept_blocks(kind: str, files: Callable[[str, str], Path]) -> None:
     """The shared expert has the width of the routed ones, and the same stored form."""
-    asks = {"dtype": "float32", "quantization": kind.lower()}
+    asks: dict[str, Any] = {"dtype": "float32", "quantization": kind.lower()}
     fused, separate = (
         native_runner(files("glm4_moe", kind), FOUND, shared_experts=how, **asks) for how in ("fused", "separate")
     )

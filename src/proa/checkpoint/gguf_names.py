@@ -125,8 +125,8 @@ class Arch:
 
     hub: str
     layer: Mapping[str, str]
-    keys: Mapping[str, str] = field(default_factory=dict)
-    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict[str, str])
+    unsaid: Mapping[str, Any] = field(default_factory=dict[str, Any])
     gating: str | None = None
     has_biases: bool = False
     has_qk_norm_key: bool = False
