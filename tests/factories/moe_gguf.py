@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -23,12 +24,14 @@ def write_moe_gguf(
     hub: Path,
     kind: str,
     *,
+    forms: Mapping[str, str] = MappingProxyType({}),
     without: tuple[str, ...] = (),
-    routers: bool = False,
     split: bool = False,
+    gating: gguf.ExpertGatingFuncType | None = None,
 ) -> Path:
-    """`kind` is the type of every matrix whose rows are whole blocks of it, with `routers` of those too; the rest is
-    float32. Tensors whose hub name has a part of `without` are left away. `split`: kv_b_proj as two tensors."""
+    """`kind` is the type of every matrix whose rows are whole blocks of it; vectors and routers are float32. `forms`:
+    other types by a part of the GGUF name. Tensors whose hub name has a part of `without` are left away. `split`:
+    kv_b_proj as two tensors. `gating`: said beside what the config means."""
     config = json.loads((hub / "config.json").read_text())
     arch, keys = ARCHES[config["model_type"]]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -36,6 +39,8 @@ def write_moe_gguf(
     keys(writer, config)
     if split:
         _mla_keys(writer, config)
+    if gating is not None:
+        writer.add_expert_gating_func(gating)
     names = gguf.get_tensor_name_map(arch, blocks(config))
     values = stacked(load_file(hub / "model.safetensors"), config)
     for name, value in (split_kv(values, config) if split else values).items():
@@ -44,9 +49,8 @@ def write_moe_gguf(
         stored = gguf_name(names, name)
         if stored.endswith("ffn_gate_inp_shexp.weight"):
             value = value[0]
-        form = (
-            GGMLQuantizationType[kind] if routers and "ffn_gate_inp." in stored else form_of(stored, value.shape, kind)
-        )
+        own = next((own for part, own in forms.items() if part in stored), None)
+        form = form_of(stored, value.shape, kind) if own is None else GGMLQuantizationType[own]
         writer.add_tensor(stored, blocks_of(stored, value, form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
 from proa.checkpoint.open import open_checkpoint
-from proa.errors import PlanError, WeightError
+from proa.errors import ConfigError, PlanError, WeightError
 from proa.loading import apply
 from proa.loading.build import build
 from proa.loading.ledger import LoadLedger
@@ -179,13 +180,27 @@ def test_without_native_experts_all_is_dequantised_and_the_reason_says_so(files:
         planned(path, caps=SERVER, moe_kernel="reference", quantization="q4_0")
 
 
-def test_experts_in_a_format_without_kernels_are_named(files: Callable[[str, str], Path]) -> None:
-    decision = planned(files("qwen3_moe", "Q5_0"), caps=SERVER).target.plan.quantization
-    assert decision.value == "none"
+@pytest.mark.parametrize(
+    ("forms", "why"),
+    [
+        ({"ffn_down_exps": "Q5_0"}, "experts.down (no kernel computes on q5_0 blocks)"),
+        ({"ffn_up_exps": "Q4_0"}, "experts.gate_up (merged with parts that are stored otherwise)"),
+        ({"ffn_up_exps": "F16"}, "experts.gate_up (merged with parts that are stored plain)"),
+    ],
+)
+def test_experts_that_cannot_stay_in_blocks_are_named_and_linear_maps_stay(
+    forms: dict[str, str], why: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write_moe_gguf(tmp_path / "m.gguf", tiny("qwen3_moe"), "Q8_0", forms=forms)
+    plan = planned(path, caps=SERVER).target.plan
+    kept = {name for name, _ in plan.layout.blocks}
+    assert "layers.0.attn.qkv.weight" in kept and not [name for name in kept if "experts" in name]
+    assert why in plan.quantization.reason
+    assert "(the other half of the experts is not kept)" in plan.quantization.reason
 
 
 def test_a_router_in_blocks_is_dequantised_and_named(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    path = write_moe_gguf(tmp_path / "m.gguf", tiny("qwen3_moe"), "Q8_0", routers=True)
+    path = write_moe_gguf(tmp_path / "m.gguf", tiny("qwen3_moe"), "Q8_0", forms={"ffn_gate_inp.": "Q8_0"})
     plan = planned(path, caps=SERVER).target.plan
     assert plan.quantization.value == "q8_0"
     assert "layers.#.ffn.router.weight (scores decide" in plan.quantization.reason
@@ -196,3 +211,11 @@ def test_a_projection_that_lacks_is_missing_by_name(tiny: Callable[..., Path], t
     path = write_moe_gguf(tmp_path / "m.gguf", tiny("qwen3_moe"), "F32", without=("layers.1.mlp.experts.up_proj",))
     with pytest.raises(WeightError, match=r"model\.layers\.1\.mlp\.experts\.up_proj\.weight"):
         LoadLedger(planned(path, caps=SERVER).target).refuse_findings()
+
+
+def test_a_router_that_scores_otherwise_than_its_family_is_refused_by_name(
+    tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write_moe_gguf(tmp_path / "m.gguf", tiny("qwen3_moe"), "F32", gating=gguf.ExpertGatingFuncType.SIGMOID)
+    with pytest.raises(ConfigError, match="scoring_func = 'sigmoid' changes the model, and the qwen3_moe family"):
+        planned(path, caps=SERVER)
