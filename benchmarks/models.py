@@ -196,8 +196,8 @@ def make(name: str, folder: Path, recipe: Path) -> None:
         weights = random_weights(config)
     write_hub(hub, config, weights, recipe)
     sizes = {"bf16": sum(round(tensor.numel() * 2 * read_part(hub, config)) for hub, tensor in weights.items())}
-    kinds = {"narrow": ()}.get(name, ("BF16",) if num_experts(config) else ("BF16", "F16", *QUANTISED))
-    for kind in kinds:
+    kinds = {"narrow": (), "qwen3-moe-1b": ("BF16", *QUANTISED), "glm-flash-1b": ("BF16",), "qwen3-next-0.6b": ("BF16",)}
+    for kind in kinds.get(name, ("BF16", "F16", *QUANTISED)):
         sizes[kind.lower()] = write_gguf(folder / f"{kind}.gguf", kind, config, weights, recipe)
     (folder / "manifest.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
 

@@ -12,7 +12,7 @@ FOLDERS = {
     "arch": 4300,
     "cache": 1600,
     "bench": 490,
-    "checkpoint": 2400,
+    "checkpoint": 2500,
     "cli": 1250,
     "config": 700,
     "dist": 360,

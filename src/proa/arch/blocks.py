@@ -127,6 +127,7 @@ class MLASpec:
     Queries have `nope_dim` plain and `rope_dim` rotated elements per head; `q_rank` None: projected directly, else
     through a normed row of that width. The cache holds `kv_rank` normed latent elements and one rotated key of
     `rope_dim` that all heads share. `rope` None: nothing is rotated (the `rope_dim` elements are plain too).
+    `has_split_kv`: the up-projections of keys and values are stored as two tensors (GGUF).
     """
 
     num_heads: int
@@ -140,6 +141,7 @@ class MLASpec:
     norm: NormSpec
     query_scale: QueryScale | None = None
     indexer: IndexerSpec | None = None
+    has_split_kv: bool = False
 
     @property
     def query_dim(self) -> int:

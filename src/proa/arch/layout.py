@@ -30,10 +30,12 @@ class ScaleOn(Enum):
 
 
 class ExpertFiles(Enum):
-    """How routed experts are stored: one tensor per expert and projection, or one tensor for all experts of a layer."""
+    """How routed experts of a layer are stored: one tensor per expert and projection; one for all experts, gate and up
+    together; or one per projection for all experts (GGUF)."""
 
     LISTED = "listed"
     STACKED = "stacked"
+    BY_PROJECTION = "by projection"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

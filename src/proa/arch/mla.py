@@ -12,7 +12,7 @@ from typing import Any
 
 from proa.arch.blocks import IndexerSpec, MLASpec, NormSpec, RopeKind
 from proa.arch.rope import LLAMA4_KEYS, PARTIAL, query_scale, rope, yarn_mscale
-from proa.arch.rules import layer_rule
+from proa.arch.rules import cut_rule, layer_rule
 from proa.arch.values import positive
 from proa.arch.weights import WeightRule
 from proa.checkpoint.hf_config import HFView
@@ -20,6 +20,8 @@ from proa.errors import ConfigError
 
 _LATENT_EPS = 1e-6
 """Of the norms inside the low-rank maps, in every family; `rms_norm_eps` speaks of the layers' own norms only."""
+SPLIT_KV = "split_kv_b"
+"""A key of checkpoint/gguf_latent.py: no hub config has it."""
 _INDEX_KEY_EPS = 1e-6
 _SPARSE_KIND = "indexed_attention"
 _FULL: Mapping[str, bool] = MappingProxyType({"F": True, "full": True, "S": False, "shared": False})
@@ -50,6 +52,7 @@ def mla(c: HFView) -> MLASpec:
         scale=(nope + rotated) ** -0.5 * _mscale(c, turned.kind, turned.factor) ** 2,
         norm=NormSpec(eps=_LATENT_EPS),
         query_scale=query_scale(c),
+        has_split_kv=c.flag(SPLIT_KV, default=False),
     )
 
 
@@ -132,11 +135,24 @@ def mla_rules(mixer: MLASpec, hidden: int, layers: Collection[int]) -> Iterator[
         yield _linear("q_b_proj", "q_b", (queries, start), layers, None)
     yield _linear("kv_a_proj_with_mqa", "qkv_a", (latent, hidden), layers, (start, start + latent))
     yield _vector("kv_a_layernorm.weight", "kv_norm.weight", mixer.kv_rank, layers)
-    expanded = mixer.num_heads * (mixer.nope_dim + mixer.value_dim)
-    yield _linear("kv_b_proj", "kv_b", (expanded, mixer.kv_rank), layers, None)
+    if mixer.has_split_kv:
+        yield from _split_rules(mixer, layers)
+    else:
+        expanded = mixer.num_heads * (mixer.nope_dim + mixer.value_dim)
+        yield _linear("kv_b_proj", "kv_b", (expanded, mixer.kv_rank), layers, None)
     yield _linear("o_proj", "o", (hidden, mixer.num_heads * mixer.value_dim), layers, None)
     if mixer.indexer is not None and mixer.indexer.is_full:
         yield from _indexer_rules(mixer.indexer, mixer.q_rank or hidden, hidden, layers)
+
+
+def _split_rules(mixer: MLASpec, layers: Collection[int]) -> Iterator[WeightRule]:
+    """Rows of all heads' keys, and rows of all heads' values: in `kv_b` each head has both."""
+    both = mixer.nope_dim + mixer.value_dim
+    for name, start, count in (("k_b_proj", 0, mixer.nope_dim), ("v_b_proj", mixer.nope_dim, mixer.value_dim)):
+        heads = range(mixer.num_heads)
+        cuts = [((h * both + start, h * both + start + count), (h * count, (h + 1) * count)) for h in heads]
+        shape = (mixer.num_heads, count, mixer.kv_rank)
+        yield cut_rule(f"self_attn.{name}.weight", "attn.kv_b.weight", shape, layers, cuts, is_linear=True)
 
 
 def _indexer_rules(spec: IndexerSpec, q_width: int, hidden: int, layers: Collection[int]) -> Iterator[WeightRule]:

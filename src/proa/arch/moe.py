@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from proa.arch.blocks import FFNSpec, GroupScore, MoESpec, RouterSpec, Score, SharedSpec
 from proa.arch.layout import ExpertFiles, MoELayout
-from proa.arch.rules import PROJECTIONS, Triple, ffn_rules, layer_rule
+from proa.arch.rules import PROJECTIONS, Triple, cut_rule, ffn_rules, layer_rule
 from proa.arch.values import above, named, positive
 from proa.arch.weights import Action, Fill, Part, WeightRule
 from proa.checkpoint.hf_config import HFView
@@ -160,6 +160,8 @@ def moe_rules(
             yield from _listed_rules(spec, names, hidden, layers)
         case ExpertFiles.STACKED:
             yield from _stacked_rules(spec, module, hidden, layers)
+        case ExpertFiles.BY_PROJECTION:
+            yield from _projection_rules(spec, names, hidden, layers)
     if spec.shared is None:
         return
     if layout.is_fused:
@@ -205,6 +207,19 @@ def _stacked_rules(spec: MoESpec, module: str, hidden: int, layers: Collection[i
         shape = (spec.num_experts, rows, columns)
         span = (0, spec.num_experts * rows)
         yield layer_rule(f"{module}.experts.{name}", f"ffn.experts.{parameter}", shape, layers, span, is_linear=True)
+
+
+def _projection_rules(spec: MoESpec, names: MoENames, hidden: int, layers: Collection[int]) -> Iterator[WeightRule]:
+    """One tensor per projection: gate and up of each expert go to the halves of its slot."""
+    count, width, (gate, up, down) = spec.num_experts, spec.width, names.experts
+    prefix = f"{names.module}.experts"
+    stored = [(expert * width, (expert + 1) * width) for expert in range(count)]
+    for name, half in ((gate, 0), (up, width)):
+        cuts = [((2 * start + half, 2 * start + half + width), (start, stop)) for start, stop in stored]
+        shape = (count, width, hidden)
+        yield cut_rule(f"{prefix}.{name}.weight", "ffn.experts.gate_up", shape, layers, cuts, is_linear=True)
+    shape, span = (count, hidden, width), (0, count * hidden)
+    yield layer_rule(f"{prefix}.{down}.weight", "ffn.experts.down", shape, layers, span, is_linear=True)
 
 
 def _slot_rules(

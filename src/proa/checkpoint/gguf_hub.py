@@ -6,31 +6,16 @@ listed or refused further on, never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from proa.checkpoint.gguf import GgufFile
+from proa.checkpoint.gguf_latent import latent_config, latent_scaling, latent_tensor
+from proa.checkpoint.gguf_names import ARCHES, GATING, KEYS, NAMES, Arch
 from proa.checkpoint.types import RopePermuted, TensorInfo
 from proa.errors import CheckpointError
 
-_ARCHITECTURES = MappingProxyType(
-    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-)
-_KEYS = MappingProxyType(
-    {
-        "block_count": "num_hidden_layers",
-        "context_length": "max_position_embeddings",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads",
-        "attention.key_length": "head_dim",
-        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-        "attention.sliding_window": "sliding_window",
-        "rope.freq_base": "rope_theta",
-    }
-)
 _SCALING = "rope.scaling."
 _SCALING_KEYS = MappingProxyType(
     {
@@ -40,84 +25,79 @@ _SCALING_KEYS = MappingProxyType(
         "rope.scaling.original_context_length": "original_max_position_embeddings",
     }
 )
-# Not passed on as keys: compared with other facts, made into rope_scaling, or a remark without effect (finetuned).
+_MLA_LENGTHS = ("attention.key_length_mla", "attention.value_length_mla")
+_GATING = "expert_gating_func"
+# Not passed on as keys: compared with other facts, made into other keys, or a remark without effect (finetuned).
 _CONSUMED = frozenset(
-    ("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.finetuned", *_SCALING_KEYS)
+    (
+        "attention.value_length",
+        *_MLA_LENGTHS,
+        "rope.dimension_count",
+        "vocab_size",
+        "rope.scaling.finetuned",
+        _GATING,
+        *_SCALING_KEYS,
+    )
 )
-_NAMES = MappingProxyType(
-    {
-        "token_embd": "model.embed_tokens",
-        "output_norm": "model.norm",
-        "output": "lm_head",
-        "rope_freqs": "rope_freqs",
-    }
-)
-_LAYER_NAMES = MappingProxyType(
-    {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-)
+_TOKEN_GATE = "shared_expert_gate.weight"  # [D] where the converter drops a dimension of one, [1, D] in the hub
 _TOKENIZER = "tokenizer.ggml."
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def hub_config(gguf: GgufFile) -> dict[str, Any]:
     """What config.json would say. Unknown keys of the architecture's prefix are kept as stored (`llama.foo.bar`)."""
-    arch = _architecture(gguf)
-    prefix = f"{arch}."
+    name = _architecture(gguf)
+    arch, prefix = ARCHES[name], f"{name}."
     own = {key[len(prefix) :]: value for key, value in gguf.metadata.items() if key.startswith(prefix)}
-    config: dict[str, Any] = {"architectures": [_ARCHITECTURES[arch]], "model_type": arch}
+    config: dict[str, Any] = {"architectures": [arch.hub], "model_type": name, **arch.unsaid}
+    known = {**KEYS, **arch.keys}
     for key, value in own.items():
-        if key in _KEYS:
-            config[_KEYS[key]] = value
+        if key in known:
+            config[known[key]] = value
         elif key not in _CONSUMED and not key.startswith(_SCALING):
             config[prefix + key] = value
     stored = {tensor.name: tensor for tensor in gguf.tensors}
     if "token_embd.weight" in stored:
         config["vocab_size"] = stored["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in stored
-    config |= _biases(arch, stored)
-    config |= _partial_rotary(own, config)
-    config |= _rope(gguf, own, has_factors="rope_freqs.weight" in stored)
-    _refuse_contradictions(gguf, own, config)
+    config |= _from_tensors(arch, stored) | _gating(arch, own) | _bundled(config)
+    config |= latent_config(own, config, stored) if arch.is_latent else _partial_rotary(own, config)
+    config |= _rope(gguf, own, arch, has_factors="rope_freqs.weight" in stored)
+    _refuse_contradictions(gguf, own, config, arch)
     return config
 
 
 def hub_tensors(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """Tensors by hub name. llama's q and k rows are marked as permuted (its converter interleaves the rope halves)."""
-    heads = _row_heads(config) if _architecture(gguf) == "llama" else {}
+    arch = ARCHES[_architecture(gguf)]
+    heads = _row_heads(config) if arch.permuted else {}
     tensors: dict[str, TensorInfo] = {}
     for tensor in gguf.tensors:
-        name = hub_name(tensor.stored_name)
+        name = hub_name(tensor.stored_name, arch)
         if name in tensors:
             names = f"{tensors[name].stored_name} and {tensor.stored_name}"
             raise CheckpointError("checkpoint/duplicate-tensor", f"{gguf.path.name}: {names} both stand for {name}")
         count = heads.get(name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2])
         order = RopePermuted(heads=count) if count is not None else None
-        tensors[name] = tensor._replace(name=name, row_order=order)
+        shape = (1, *tensor.shape) if name.endswith(_TOKEN_GATE) and len(tensor.shape) == 1 else tensor.shape
+        named = tensor._replace(name=name, shape=shape, row_order=order)
+        tensors[name] = latent_tensor(named) if arch.is_latent else named
     return tensors
 
 
-def hub_name(stored: str) -> str:
+def hub_name(stored: str, arch: Arch) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name without translation stays as it is."""
     body, _, kind = stored.rpartition(".")
     if kind not in ("weight", "bias"):
         return stored
-    if body in _NAMES:
-        return f"{_NAMES[body]}.{kind}"
-    parts = body.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{kind}"
+    if body in NAMES:
+        return f"{NAMES[body]}.{kind}"
+    block, _, inner = body.removeprefix("blk.").partition(".")
+    if body.startswith("blk.") and block.isdecimal():
+        if inner in arch.layer:
+            return f"model.layers.{block}.{arch.layer[inner]}.{kind}"
+        if f"{inner}.{kind}" in arch.layer:
+            return f"model.layers.{block}.{arch.layer[f'{inner}.{kind}']}"
     return stored
 
 
@@ -147,27 +127,43 @@ def _architecture(gguf: GgufFile) -> str:
             f"{gguf.path.name}: is one part of {gguf.metadata['split.count']} (split.count); split GGUF is not read",
             hint="merge the parts into one file first (llama-gguf-split --merge)",
         )
-    if not isinstance(arch, str) or arch not in _ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHES:
         raise CheckpointError(
             "checkpoint/gguf-architecture",
             f"{gguf.path.name}: the architecture {arch!r} is not read from GGUF",
-            facts=[f"read: {', '.join(_ARCHITECTURES)}"],
+            facts=[f"read: {', '.join(ARCHES)}"],
         )
     return arch
 
 
-def _biases(arch: str, stored: Iterable[str]) -> dict[str, bool]:
-    """Config keys that follow from tensors. Qwen2 has q, k and v biases always, and no key for them."""
+def _from_tensors(arch: Arch, stored: Collection[str]) -> dict[str, bool]:
+    """Config keys that follow from tensors."""
     kinds = {name.rpartition(".")[0].rpartition(".")[2] for name in stored if name.endswith(".bias")}
     flags: dict[str, bool] = {}
-    if arch != "qwen2" and kinds & {"attn_q", "attn_k", "attn_v", "attn_output"}:
+    if not arch.has_biases and kinds & {"attn_q", "attn_k", "attn_v", "attn_output"}:
         flags["attention_bias"] = True
     if kinds & {"ffn_gate", "ffn_up", "ffn_down"}:
         flags["mlp_bias"] = True
+    if arch.has_qk_norm_key:
+        flags["use_qk_norm"] = any(name.endswith(".attn_q_norm.weight") for name in stored)
     return flags
 
 
-def _rope(gguf: GgufFile, own: Mapping[str, Any], *, has_factors: bool) -> dict[str, Any]:
+def _bundled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """GGUF counts the layers of a bundled draft among its blocks, the hub beside them."""
+    blocks, drafts = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    return {"num_hidden_layers": blocks - drafts} if type(blocks) is int and type(drafts) is int else {}
+
+
+def _gating(arch: Arch, own: Mapping[str, Any]) -> dict[str, Any]:
+    """How the router scores: said in the hub's key, unless it is what the architecture means anyway."""
+    if _GATING not in own:
+        return {}
+    said = GATING.get(own[_GATING], own[_GATING])
+    return {} if said == arch.gating else {"scoring_func": said}
+
+
+def _rope(gguf: GgufFile, own: Mapping[str, Any], arch: Arch, *, has_factors: bool) -> dict[str, Any]:
     """rope_scaling, when there is any. Stored factors (rope_freqs.weight) are a scaling of their own."""
     named = {_SCALING_KEYS[key]: own[key] for key in _SCALING_KEYS if key in own}
     named |= {key.removeprefix(_SCALING): own[key] for key in own if key.startswith(_SCALING) and key not in _CONSUMED}
@@ -177,13 +173,13 @@ def _rope(gguf: GgufFile, own: Mapping[str, Any], *, has_factors: bool) -> dict[
         raise _contradiction(gguf, f"rope.scaling.type is {kind!r}, but rope_freqs.weight is stored too")
     if has_factors:
         return {"rope_scaling": {"rope_type": "factors"}}
-    return {} if kind == "none" else {"rope_scaling": named}
+    return {} if kind == "none" else {"rope_scaling": latent_scaling(named) if arch.is_latent else named}
 
 
-def _refuse_contradictions(gguf: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def _refuse_contradictions(gguf: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any], arch: Arch) -> None:
     """Facts that are stored twice must agree."""
     head_dim, rows = _head_dim(config), config.get("vocab_size")
-    if own.get("attention.value_length", head_dim) != head_dim:
+    if not arch.is_latent and own.get("attention.value_length", head_dim) != head_dim:
         raise _contradiction(gguf, f"attention.value_length is {own['attention.value_length']}, key_length {head_dim}")
     if own.get("vocab_size", rows) != rows:
         raise _contradiction(gguf, f"vocab_size is {own['vocab_size']}, but token_embd.weight has {rows} rows")

@@ -21,6 +21,13 @@ class RopePermuted:
     heads: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transposed:
+    """A stack of matrices, one per head, each stored as its transpose. `shape` is the hub's: [heads, rows, columns]."""
+
+    heads: int
+
+
 class TensorInfo(NamedTuple):  # a checkpoint has up to hundreds of thousands: tuples are made fastest
     """One stored tensor. `shape` is the hub's (row-major) shape in elements; `offset` is absolute within `file`.
 
@@ -35,7 +42,7 @@ class TensorInfo(NamedTuple):  # a checkpoint has up to hundreds of thousands: t
     nbytes: int
     file: Path
     offset: int
-    row_order: RopePermuted | None = None
+    row_order: RopePermuted | Transposed | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

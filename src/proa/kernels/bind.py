@@ -22,6 +22,7 @@ from proa.kernels.native.sink import Program, Recorder, Sink
 from proa.kernels.plugins import KernelPlugin
 from proa.kernels.seam import (
     AttentionOps,
+    Blocks,
     Codes,
     DenseOps,
     HeadNorm,
@@ -328,6 +329,10 @@ class KernelSet:
     def pack_expert_codes(self, gate_up: Codes, down: Codes, dtype: torch.dtype) -> PackedExperts:
         self.calls["pack_experts", self._moe.name] += 1
         return self._moe.pack_expert_codes(gate_up, down, dtype)
+
+    def pack_expert_blocks(self, gate_up: Blocks, down: Blocks, dtype: torch.dtype) -> PackedExperts:
+        self.calls["pack_experts", self._moe.name] += 1
+        return self._moe.pack_expert_blocks(gate_up, down, dtype)
 
     def route(
         self,

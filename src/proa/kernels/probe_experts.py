@@ -10,14 +10,16 @@ import numpy as np
 import torch
 
 from proa.arch.blocks import GroupScore, IndexerSpec, RopeKind, RopeSpec, RouterSpec, Score
+from proa.kernels.catalog import BLOCK_FORMATS
 from proa.kernels.latent_seam import IndexNorm, LatentKV, LatentShape
-from proa.kernels.native.abi import load_library
+from proa.kernels.native.abi import Form, load_library
 from proa.kernels.native.latent import NativeLatent
 from proa.kernels.native.moe import NativeMoE
+from proa.kernels.native.ops import NativeDense
 from proa.kernels.native.sink import Direct
 from proa.kernels.reference.latent import ReferenceLatent
 from proa.kernels.reference.moe import ReferenceMoE
-from proa.kernels.seam import RopeRows, Segment, View
+from proa.kernels.seam import Blocks, RopeRows, Routed, Segment, View
 from proa.units import Phase
 
 Results = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
@@ -55,6 +57,27 @@ def moe_results(library: Path, dtype: torch.dtype) -> Results:
             for ops in (native, reference)
         ]
         yield f"experts of {rows} rows", made[0], made[1]
+    if loaded.proa_row_bytes(Form.Q8_0, 32):  # 0 where this processor's library has no quantised products
+        yield from _block_results(loaded, dtype)
+
+
+def _block_results(loaded: CDLL, dtype: torch.dtype) -> Results:
+    """Experts on random blocks, against the gated MLP of each row's one expert: the same products, which probe.py holds
+    against the reference. The reference itself rounds no activations."""
+    random, sink = torch.Generator().manual_seed(0), Direct(loaded)
+    dense, native, x = NativeDense(loaded, sink), NativeMoE(loaded, sink), _values(1)(7, 256).to(dtype)
+    slots = torch.tensor([0, 2, 1, 2, 2, 0, 2]).int()
+    for format in BLOCK_FORMATS:
+        gate_up, down = (
+            torch.randint(0, 256, (3, out, format.nbytes(256)), generator=random, dtype=torch.uint8) & 0x37
+            for out in (512, 256)
+        )  # whichever bytes are float16 factors are finite and below one half
+        packed = native.pack_expert_blocks(Blocks(data=gate_up, format=format), Blocks(data=down, format=format), dtype)
+        routed = Routed(slots=slots[:, None], weights=torch.ones(7, 1))
+        packs = [[dense.pack_blocks(one[slot], None, format, dtype) for one in (gate_up, down)] for slot in range(3)]
+        expected = torch.cat([dense.ffn(row[None], *packs[slot]) for row, slot in zip(x, slots.tolist(), strict=True)])
+        ours = native.experts(x, routed, packed, scale=1.0, shared=None, gate=None)
+        yield f"experts on {format.value} blocks", ours, expected
 
 
 def _routers() -> tuple[RouterSpec, ...]:

@@ -32,6 +32,20 @@ class Codes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """A weight in a stored block format: uint8 [..., out, bytes of a row]."""
+
+    data: torch.Tensor
+    format: DType
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the values, [..., out, in]."""
+        *outer, nbytes = self.data.shape
+        return (*outer, nbytes // self.format.storage.nbytes * self.format.storage.elements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
     """One linear map in the arrangement of the backend that made it. Only that backend may read `weight`, and `scales`
     where it keeps some beside it."""
@@ -264,6 +278,10 @@ class MoEOps(Protocol):
 
     def pack_expert_codes(self, gate_up: Codes, down: Codes, dtype: torch.dtype) -> PackedExperts:
         """As `pack_experts`, for block-FP8 experts; activations are `dtype`, and stay it."""
+        ...
+
+    def pack_expert_blocks(self, gate_up: Blocks, down: Blocks, dtype: torch.dtype) -> PackedExperts:
+        """As `pack_experts`, for experts in stored blocks; activations are `dtype`."""
         ...
 
     def route(

@@ -10,7 +10,7 @@ import torch
 from proa.arch.blocks import MoESpec, RouterSpec
 from proa.arch.layout import MoELayout, ScaleOn, SharedWeight
 from proa.kernels.bind import KernelSet
-from proa.kernels.seam import Codes, PackedExperts, PackedRouter
+from proa.kernels.seam import Blocks, Codes, PackedExperts, PackedRouter
 from proa.layers.base import BuildContext, Layer, Weight
 from proa.layers.ffn import FFN
 from proa.layers.linear import kept
@@ -48,15 +48,23 @@ class Experts(Layer):
         self.gate_up, self.gate_up_scale = ctx.parameter("gate_up"), ctx.scales("gate_up")
         self.down, self.down_scale = ctx.parameter("down"), ctx.scales("down")
         self._columns, self._dtype = ctx.scale_columns("down"), ctx.dtype
+        self._formats = ctx.blocks("gate_up"), ctx.blocks("down")
 
     def finish(self, kernels: KernelSet) -> None:
-        if self.gate_up_scale is None or self.down_scale is None:
-            self.packed = kernels.pack_experts(self.gate_up, self.down)
-        else:
-            gate_up = Codes(codes=self.gate_up, scales=self.gate_up_scale, columns=self._columns)
-            down = Codes(codes=self.down, scales=self.down_scale, columns=self._columns)
-            self.packed = kernels.pack_expert_codes(gate_up, down, self._dtype)
+        self.packed = self._packed(kernels)
         self.gate_up, self.down = kept(self.gate_up, self.packed.gate_up), kept(self.down, self.packed.down)
+
+    def _packed(self, kernels: KernelSet) -> PackedExperts:
+        """The plan keeps both parameters in blocks, or both as codes, or neither."""
+        upper, lower = self._formats
+        if upper is not None and lower is not None:
+            gate_up, down = Blocks(data=self.gate_up, format=upper), Blocks(data=self.down, format=lower)
+            return kernels.pack_expert_blocks(gate_up, down, self._dtype)
+        if self.gate_up_scale is None or self.down_scale is None:
+            return kernels.pack_experts(self.gate_up, self.down)
+        codes = Codes(codes=self.gate_up, scales=self.gate_up_scale, columns=self._columns)
+        lower_codes = Codes(codes=self.down, scales=self.down_scale, columns=self._columns)
+        return kernels.pack_expert_codes(codes, lower_codes, self._dtype)
 
     def held(self) -> Iterable[tuple[torch.Tensor, int]]:
         yield self.packed.gate_up, self.packed.nbytes  # of both

@@ -17,6 +17,7 @@ from proa.loading.files import Chunks, MappedFile, Reader, group_reader, group_s
 from proa.loading.groups import Group
 from proa.loading.ledger import Entry, LoadLedger
 from proa.loading.progress import Advance, Progress
+from proa.units import DType
 
 READ_AHEAD = 64 * 2**20  # bytes that the system is asked to read beyond the weight that is being packed
 CHUNK_ELEMENTS = 4 * 2**20  # elements converted at once: 16 MiB of float32, so that peak memory is the model's own
@@ -48,7 +49,9 @@ def load_weights(
         for name in rows_left:
             rows_left[name] = num_rows(tuple(parameters[name].shape))
         for group, chunks in _read(groups, ledger, advance):
-            _copy(chunks, [_Target(fill, parameters[fill.parameter]) for fill in group.place.fills])
+            form = group.values.dtype if _is_raw(group, ledger) and group.values.dtype.is_block else None
+            targets = [_Target(fill, parameters[fill.parameter], form) for fill in group.place.fills]
+            _copy(chunks, targets)
             _copy_scales(group, parameters, ledger)
             ledger.fill(group.place.group)
             for fill in group.place.fills:
@@ -59,13 +62,14 @@ def load_weights(
 
 
 class _Target:
-    """Where a part of a weight goes: rows of a parameter seen as a matrix."""
+    """Where a part of a weight goes: rows of a parameter seen as a matrix, in bytes of `form` where that is kept."""
 
-    def __init__(self, fill: Fill, parameter: torch.Tensor) -> None:
+    def __init__(self, fill: Fill, parameter: torch.Tensor, form: DType | None) -> None:
         rows = parameter.view(num_rows(tuple(parameter.shape)), *parameter.shape[1:][-1:])
         self._rows = rows if fill.rows is None else rows[fill.rows[0] : fill.rows[1]]
         self._part = (0, None) if fill.part is None or fill.part.rows is None else fill.part.rows
-        self._columns = None if fill.part is None else fill.part.columns
+        columns = None if fill.part is None else fill.part.columns
+        self._columns = columns if columns is None or form is None else tuple(map(form.nbytes, columns))
 
     def take(self, row: int, values: torch.Tensor) -> None:
         """Copy what of the stored rows from `row` on belongs here."""
@@ -137,10 +141,10 @@ def _read(groups: Iterable[Group], ledger: LoadLedger, advance: Advance) -> Iter
         with MappedFile(path) as file:
             coming, expected = iter(members), 0
             for group in members:
-                while expected < READ_AHEAD and (ahead := next(coming, None)) is not None:
-                    file.expect(ahead.values)
-                    expected += ahead.values.nbytes
-                expected -= group.values.nbytes
-                is_raw = any(fill.parameter in ledger.blocks for fill in group.place.fills)
-                yield group, group_reader(group, file, ledger.fp8_block, is_raw=is_raw).chunks(CHUNK_ELEMENTS)
+                reader = group_reader(group, file, ledger.fp8_block, is_raw=_is_raw(group, ledger))
+                yield group, reader.chunks(CHUNK_ELEMENTS)
                 advance(group.nbytes)
+
+
+def _is_raw(group: Group, ledger: LoadLedger) -> bool:
+    return any(fill.parameter in ledger.blocks for fill in group.place.fills)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from proa.checkpoint.quant import Form
-from proa.checkpoint.types import RopePermuted, TensorInfo
+from proa.checkpoint.types import RopePermuted, TensorInfo, Transposed
 from proa.errors import CheckpointError
 from proa.kernels.reference.dequant import dequantize, dequantize_fp8_block, unpermute_rope
 from proa.layers.base import torch_dtype
@@ -165,9 +165,12 @@ def _values(raw: torch.Tensor, info: TensorInfo, shape: tuple[int, ...]) -> torc
 
 
 def _hub_order(values: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """`values`: whole heads of a tensor whose rows GGUF permuted (checkpoint/types.py: RopePermuted), or any rows."""
+    """`values`: whole heads of a tensor whose rows GGUF ordered otherwise (checkpoint/types.py), or any rows."""
     match info.row_order:
         case None:
             return values
         case RopePermuted(heads=heads):
             return unpermute_rope(values, heads * len(values) // num_rows(info.shape))
+        case Transposed():
+            _, rows, columns = info.shape
+            return values.reshape(-1, columns, rows).transpose(1, 2).reshape(values.shape)

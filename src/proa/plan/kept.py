@@ -6,7 +6,7 @@ Owns no decision: plan/rules/quant.py takes all of them or none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from proa.plan.stored import Group
 from proa.units import DType
 
 HEADWISE = ".attn.kv_b.weight"
+ROUTERS = (".ffn.router.weight", ".ffn.shared_gate.weight")
 EXPERTS = (".ffn.experts.gate_up", ".ffn.experts.down")
 
 
@@ -27,7 +28,7 @@ EXPERTS = (".ffn.experts.gate_up", ".ffn.experts.down")
 class Kept:
     """`parameters` by name with their stored form: block formats, or F8_E4M3 with a scale per `scale_columns` columns.
 
-    `expanded`: templates of parameters that are stored as block FP8, but must be dequantised, with the reason.
+    `expanded`: templates of linear maps and experts in such a form that must be dequantised, with the reason.
     """
 
     parameters: tuple[tuple[str, DType], ...]
@@ -57,16 +58,15 @@ def kept_forms(ctx: RunnerContext, layout: WeightLayout) -> Kept:
     kept: dict[str, DType] = {}
     expanded: dict[str, str] = {}
     for name, info in decoder_parameters(ctx.spec, layout).items():
-        forms, is_map = stored.get(name, set()), len(info.shape) == 2 and (layout.tied_head or name != "embed.weight")
-        form = next(iter(forms)) if len(forms) == 1 else None
-        if DType.F8_E4M3 in forms and (is_map or name.endswith(EXPERTS)):
-            why = _why_not(name, block, broken) if form else "merged with parts that are stored plain"
-            if why is None:
-                kept[name] = DType.F8_E4M3
-            else:
+        forms = stored.get(name, set())
+        is_matrix = len(info.shape) == 2 and (layout.tied_head or name != "embed.weight")  # noqa: PLR2004  (out, in)
+        if any(_is_quantised(form) for form in forms) and (is_matrix or name.endswith(EXPERTS)):
+            why = _why_not(name, forms, block, broken)
+            form = next(iter(forms))
+            if why is None and form is not None:
+                kept[name] = form
+            elif why is not None:
                 expanded[as_template(name)[0]] = why
-        elif form is not None and form in BLOCK_FORMATS and is_map and not name.endswith(HEADWISE):
-            kept[name] = form
     for name in [name for name in kept if name.endswith(EXPERTS) and not _has_twin(name, kept)]:
         del kept[name]
         expanded[as_template(name)[0]] = "the other half of the experts is not kept"
@@ -78,12 +78,30 @@ def _kept_form(group: Group) -> DType | None:
     return group.main.dtype if group.form in (Form.PLAIN, Form.FP8_BLOCK) else None
 
 
-def _why_not(name: str, block: tuple[int, int] | None, broken: frozenset[str]) -> str | None:
+def _is_quantised(form: DType | None) -> bool:
+    return form is DType.F8_E4M3 or (form is not None and form.is_block)
+
+
+def _why_not(
+    name: str, forms: Collection[DType | None], block: tuple[int, int] | None, broken: Collection[str]
+) -> str | None:
+    """Why a parameter whose parts are stored in these forms, one of them quantised, cannot stay in it."""
+    if len(forms) > 1:
+        return f"merged with parts that are stored {'otherwise' if all(map(_is_quantised, forms)) else 'plain'}"
+    if name.endswith(HEADWISE):
+        return "absorbed head by head"
+    if name.endswith(ROUTERS):
+        return "scores decide, and are computed from values as they are"
+    if DType.F8_E4M3 in forms:
+        return _why_not_codes(name, block, broken)
+    others = [form.value for form in forms if form is not None and form not in BLOCK_FORMATS]
+    return f"no kernel computes on {others[0]} blocks" if others else None
+
+
+def _why_not_codes(name: str, block: tuple[int, int] | None, broken: Collection[str]) -> str | None:
     if block is None or block[0] % ROWS_PER_SCALE or block[1] % VECTOR or block[1] > MAX_SCALE_COLUMNS:
         size = "no size" if block is None else f"{block[0]}x{block[1]}"
         return f"blocks of {size}, not of whole {ROWS_PER_SCALE} rows and {VECTOR} columns, at most {MAX_SCALE_COLUMNS}"
-    if name.endswith(HEADWISE):
-        return "absorbed head by head"
     return f"its parts do not begin at whole {ROWS_PER_SCALE} rows and blocks" if name in broken else None
 
 

@@ -128,10 +128,10 @@ def find(spec: DecoderSpec, weights: Weights, stored: StoredNames) -> Found:
 def _expert_files(spec: DecoderSpec, weights: Weights, stored: StoredNames) -> dict[int, ExpertFiles]:
     """The form in which the experts of a layer are stored; LISTED where none are."""
     files = {layer.index: ExpertFiles.LISTED for layer in spec.moe_layers}
-    stacked = weights(spec, plain_layout(spec, dict.fromkeys(files, ExpertFiles.STACKED))) if files else ()
-    for rule in stacked:
-        if len(rule.indices) == 1 and any(target.parameter.startswith(EXPERTS) for target in rule.fills):
-            files |= dict.fromkeys(stored.layers(rule), ExpertFiles.STACKED)
+    for form in (ExpertFiles.STACKED, ExpertFiles.BY_PROJECTION) if files else ():
+        for rule in weights(spec, plain_layout(spec, dict.fromkeys(files, form))):
+            if len(rule.indices) == 1 and any(target.parameter.startswith(EXPERTS) for target in rule.fills):
+                files |= dict.fromkeys(stored.layers(rule), form)
     return files
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from proa.checkpoint.gguf import read_gguf
 from proa.checkpoint.gguf_hub import hub_config, hub_generation, hub_name, hub_tensors
+from proa.checkpoint.gguf_names import ARCHES
 from proa.checkpoint.types import RopePermuted, TensorInfo
 from proa.errors import CheckpointError
 from tests.factories import raw_files as raw
@@ -173,7 +174,109 @@ def test_bias_keys_follow_from_the_stored_biases(opened: Any) -> None:
     ],
 )
 def test_a_tensor_has_its_hub_name_and_one_without_translation_keeps_its_own(stored: str, hub: str) -> None:
-    assert hub_name(stored) == hub
+    assert hub_name(stored, ARCHES["llama"]) == hub
+
+
+@pytest.mark.parametrize(
+    ("arch", "stored", "hub"),
+    [
+        ("qwen3moe", "blk.1.ffn_gate_exps.weight", "model.layers.1.mlp.experts.gate_proj.weight"),
+        ("qwen3moe", "blk.1.ffn_up_exps.weight", "model.layers.1.mlp.experts.up_proj.weight"),
+        ("qwen3moe", "blk.1.ffn_down_exps.weight", "model.layers.1.mlp.experts.down_proj.weight"),
+        ("qwen3moe", "blk.1.ffn_gate_inp.weight", "model.layers.1.mlp.gate.weight"),
+        ("qwen3moe", "blk.1.ffn_gate_shexp.weight", "blk.1.ffn_gate_shexp.weight"),
+        ("qwen3moe", "blk.1.ffn_gate.weight", "blk.1.ffn_gate.weight"),
+        ("qwen2moe", "blk.1.ffn_gate_shexp.weight", "model.layers.1.mlp.shared_expert.gate_proj.weight"),
+        ("qwen2moe", "blk.1.ffn_gate_inp_shexp.weight", "model.layers.1.mlp.shared_expert_gate.weight"),
+        ("glm4moe", "blk.9.ffn_down_shexp.weight", "model.layers.9.mlp.shared_experts.down_proj.weight"),
+        ("glm4moe", "blk.9.exp_probs_b.bias", "model.layers.9.mlp.gate.e_score_correction_bias"),
+        ("glm4moe", "blk.9.exp_probs_b.weight", "blk.9.exp_probs_b.weight"),
+        ("glm4moe", "blk.9.post_attention_norm.weight", "model.layers.9.post_attention_layernorm.weight"),
+        ("glm4moe", "blk.9.nextn.shared_head_norm.weight", "model.layers.9.shared_head.norm.weight"),
+    ],
+)
+def test_names_of_experts_are_those_of_the_architectures_family(arch: str, stored: str, hub: str) -> None:
+    assert hub_name(stored, ARCHES[arch]) == hub
+
+
+EXPERTS = {"expert_count": (U32, 8), "expert_used_count": (U32, 2), "expert_feed_forward_length": (U32, 16)}
+
+
+def test_expert_counts_have_the_hubs_keys_and_what_a_file_does_not_say_is_the_architectures(opened: Any) -> None:
+    config, _ = opened("qwen2moe", {**EXPERTS, "expert_shared_feed_forward_length": (U32, 24)})
+    assert {key: config[key] for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")} == {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    }  # fmt: skip
+    assert config["shared_expert_intermediate_size"] == 24
+    assert config["norm_topk_prob"] is False and opened("qwen3moe", EXPERTS)[0]["norm_topk_prob"] is True
+    assert opened("qwen3moe", {**EXPERTS, "expert_weights_norm": (raw.BOOL, False)})[0]["norm_topk_prob"] is False
+
+
+def test_router_scores_of_another_kind_than_the_architectures_are_said(opened: Any) -> None:
+    assert "scoring_func" not in opened("qwen3moe", {**EXPERTS, "expert_gating_func": (U32, 1)})[0]
+    assert opened("qwen3moe", {**EXPERTS, "expert_gating_func": (U32, 2)})[0]["scoring_func"] == "sigmoid"
+    assert opened("glm4moe", {"expert_gating_func": (U32, 2)})[0]["scoring_func"] == "sigmoid"
+    assert opened("glm4moe", {"expert_gating_func": (U32, 9)})[0]["scoring_func"] == 9
+
+
+def test_glm_counts_a_bundled_draft_beside_the_layers_and_says_what_is_rotated_and_normed(opened: Any) -> None:
+    own = {"nextn_predict_layers": (U32, 1), "leading_dense_block_count": (U32, 1), "expert_weights_scale": (F32, 2.5)}
+    config, _ = opened("glm4moe", {**own, "rope.dimension_count": (U32, 4)}, {"blk.0.attn_q_norm.weight": [8]})
+    assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (1, 1)
+    assert (config["first_k_dense_replace"], config["routed_scaling_factor"]) == (1, 2.5)
+    assert (config["partial_rotary_factor"], config["use_qk_norm"]) == (0.5, True)
+    whole, _ = opened("glm4moe")
+    assert (whole["num_hidden_layers"], whole["partial_rotary_factor"], whole["use_qk_norm"]) == (2, 1.0, False)
+
+
+LATENT = {
+    "attention.kv_lora_rank": (U32, 512),
+    "attention.key_length": (U32, 192),
+    "attention.value_length": (U32, 128),
+    "rope.dimension_count": (U32, 64),
+    "expert_group_count": (U32, 8),
+    "expert_group_used_count": (U32, 4),
+}
+
+
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_sizes_of_latent_heads_are_those_of_a_head_in_both_forms(opened: Any, is_mla: bool) -> None:
+    own = dict(LATENT)
+    if is_mla:  # rows that all heads share: 512 + 64 for keys, 512 for values
+        own |= {"attention.key_length_mla": (U32, 192), "attention.value_length_mla": (U32, 128)}
+        own |= {"attention.key_length": (U32, 576), "attention.value_length": (U32, 512)}
+        own |= {"attention.head_count_kv": (U32, 1)}
+    config, _ = opened("deepseek2", own)
+    assert {key: config[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")} == {
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }  # fmt: skip
+    assert config["num_key_value_heads"] == config["num_attention_heads"] == 4
+    assert "partial_rotary_factor" not in config
+    assert not any(key.startswith("deepseek2.") for key in config)
+
+
+def test_a_correction_bias_tells_the_third_from_the_second_generation(opened: Any) -> None:
+    second, _ = opened("deepseek2", LATENT)
+    assert (second["architectures"], second["topk_method"]) == (["DeepseekV2ForCausalLM"], "group_limited_greedy")
+    assert (second["n_group"], second["topk_group"], second["norm_topk_prob"]) == (8, 4, False)
+    lite, _ = opened("deepseek2", {**LATENT, "expert_group_count": (U32, 1)})
+    assert lite["topk_method"] == "greedy"
+    third, _ = opened("deepseek2", LATENT, {"blk.1.exp_probs_b.bias": [8]})
+    assert (third["architectures"], third["topk_method"]) == (["DeepseekV3ForCausalLM"], "noaux_tc")
+
+
+def test_the_one_number_of_yarn_is_both_of_the_hubs(opened: Any) -> None:
+    scaling = {"rope.scaling.type": (STRING, "yarn"), "rope.scaling.factor": (F32, 40.0)}
+    config, _ = opened("deepseek2", {**LATENT, **scaling, "rope.scaling.yarn_log_multiplier": (F32, 0.0707)})
+    assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+    plain, _ = opened("deepseek2", {**LATENT, **scaling})
+    assert plain["rope_scaling"] == {"rope_type": "yarn", "factor": 40.0}
+
+
+@pytest.mark.parametrize("dims", [[32], [32, 1]])
+def test_a_token_gate_is_a_matrix_of_one_row(opened: Any, dims: list[int]) -> None:
+    _, tensors = opened("qwen2moe", tensors={"blk.0.ffn_gate_inp_shexp.weight": dims})
+    assert tensors["model.layers.0.mlp.shared_expert_gate.weight"].shape == (1, 32)
 
 
 def test_only_llamas_q_and_k_rows_are_marked_as_permuted(opened: Any) -> None:
@@ -199,9 +302,11 @@ def test_two_tensors_that_stand_for_one_are_refused(opened: Any) -> None:
         opened(tensors={"lm_head.weight": [32, 10]})
 
 
-@pytest.mark.parametrize("arch", ["gemma3", "qwen2moe", "Llama", ""])
+@pytest.mark.parametrize("arch", ["gemma3", "mixtral", "Llama", ""])
 def test_another_architecture_is_refused_with_the_known_ones(opened: Any, arch: str) -> None:
-    with pytest.raises(CheckpointError, match="read: llama, qwen2, qwen3") as error:
+    with pytest.raises(
+        CheckpointError, match="read: llama, qwen2, qwen3, qwen2moe, qwen3moe, glm4moe, deepseek2"
+    ) as error:
         opened(arch)
     assert error.value.slug == "checkpoint/gguf-architecture"
     assert repr(arch) in str(error.value)

@@ -212,6 +212,8 @@ def load_library(path: Path | None) -> ctypes.CDLL:
     library.proa_row_bytes.restype = c_int64
     library.proa_pack_blocks.argtypes = (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)
     library.proa_pack_blocks.restype = None
+    library.proa_pack_block_slots.argtypes = (c_int64, c_void_p, *(c_int64,) * 5, c_void_p)
+    library.proa_pack_block_slots.restype = None
     library.proa_run.argtypes = (c_int64, POINTER(COp), c_int64, POINTER(CBatch))
     library.proa_run.restype = None
     library.proa_scratch_bytes.argtypes = (c_int64, c_int64)

@@ -14,10 +14,10 @@ from types import MappingProxyType
 import torch
 
 from proa.arch.blocks import GroupScore, RouterSpec, Score
-from proa.kernels.native.abi import CExperts, CLinear, COp, CRouter, Kind
+from proa.kernels.native.abi import CExperts, CLinear, COp, CRouter, Form, Kind
 from proa.kernels.native.ops import FORMS, PANEL, address, whole
 from proa.kernels.native.sink import Sink
-from proa.kernels.seam import Codes, PackedExperts, PackedRouter, Routed
+from proa.kernels.seam import Blocks, Codes, PackedExperts, PackedRouter, Routed
 
 MAX_GROUPS = 64  # of csrc/moe.h
 SCORES: Mapping[Score, int] = MappingProxyType({Score.SOFTMAX: 0, Score.SIGMOID: 1, Score.SQRT_SOFTPLUS: 2})
@@ -35,16 +35,24 @@ class NativeRouter(PackedRouter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeExperts(PackedExperts):
-    """Slots of whole panels; those of gate and up take turns. `columns`: per scale, where there are scales."""
+    """Slots of whole panels; those of gate and up take turns. `forms` are those of `gate_up` and `down`; `columns`: per
+    scale, where there are scales."""
 
+    forms: tuple[Form, Form]
     columns: int = 0
 
     def maps(self) -> tuple[CLinear, CLinear]:
         """`gate_up` and `down`, of all slots."""
+        upper, lower = self.forms
+        scales = (None, None) if self.scales is None else self.scales
         return (
-            _linear(self.gate_up, self.scales and self.scales[0], 2 * self.width, self.hidden, self.columns),
-            _linear(self.down, self.scales and self.scales[1], self.hidden, self.width, self.columns),
+            _linear(self.gate_up, upper, scales[0], 2 * self.width, self.hidden, self.columns),
+            _linear(self.down, lower, scales[1], self.hidden, self.width, self.columns),
         )
+
+    @property
+    def is_quantised(self) -> bool:
+        return torch.uint8 in (self.gate_up.dtype, self.down.dtype)
 
 
 class NativeMoE:
@@ -74,7 +82,8 @@ class NativeMoE:
             if tensor.shape[1] % (PANEL * halves):
                 raise ValueError(f"experts of {tuple(tensor.shape)} are no whole panels of {PANEL}")
             self.library.proa_pack_slots(FORMS[tensor.dtype], tensor.data_ptr(), *tensor.shape, halves)
-        return NativeExperts(gate_up=gate_up, down=down, slots=slots, width=width, hidden=hidden)
+        forms = FORMS[gate_up.dtype], FORMS[down.dtype]
+        return NativeExperts(gate_up=gate_up, down=down, slots=slots, width=width, hidden=hidden, forms=forms)
 
     def pack_expert_codes(self, gate_up: Codes, down: Codes, dtype: torch.dtype) -> PackedExperts:
         """As `pack_experts`, the scales' memory included."""
@@ -89,9 +98,32 @@ class NativeMoE:
             slots=packed.slots,
             width=packed.width,
             hidden=packed.hidden,
+            forms=(Form.F8, Form.F8),
             scales=(scales, down.scales.detach()),
             columns=gate_up.columns,
         )
+
+    def pack_expert_blocks(self, gate_up: Blocks, down: Blocks, dtype: torch.dtype) -> PackedExperts:
+        slots, hidden, width = down.shape
+        return NativeExperts(
+            gate_up=self._block_panels(gate_up, halves=2),
+            down=self._block_panels(down, halves=1),
+            slots=slots,
+            width=width,
+            hidden=hidden,
+            forms=(Form[gate_up.format.name], Form[down.format.name]),
+        )
+
+    def _block_panels(self, blocks: Blocks, *, halves: int) -> torch.Tensor:
+        """uint8 [slots, out, bytes of a row in panels]."""
+        (slots, out, size), form, row_bytes = blocks.shape, Form[blocks.format.name], blocks.data.shape[-1]
+        if out % (PANEL * halves):
+            raise ValueError(f"experts of {(slots, out, size)} are no whole panels of {PANEL}")
+        panels = torch.empty((slots, out, self.library.proa_row_bytes(form, size)), dtype=torch.uint8)
+        self.library.proa_pack_block_slots(
+            form, blocks.data.data_ptr(), row_bytes, slots, out, size, halves, panels.data_ptr()
+        )
+        return panels
 
     def route(
         self,
@@ -136,7 +168,7 @@ class NativeMoE:
         rows, chosen = routed.slots.shape
         out = self.sink.empty((rows, packed.hidden), x.dtype)
         results = self.sink.empty((rows * chosen, packed.hidden + packed.width), x.dtype)
-        places = self.sink.empty((packed.slots + 1 + rows * chosen,), torch.int32)
+        scratch = self.sink.empty((self._scratch_bytes(packed, rows * chosen),), torch.uint8)
         call = CExperts(*packed.maps(), packed.slots, packed.hidden, packed.width, address(_same_type(gate, x)))
         op = COp(
             kind=Kind.EXPERTS,
@@ -149,10 +181,17 @@ class NativeMoE:
             e=address(_same_type(shared, x)),
             out=out.data_ptr(),
             tmp=results.data_ptr(),
-            scratch=places.data_ptr(),
+            scratch=scratch.data_ptr(),
         )
         self.sink.emit(x.dtype, op, rows, (call, packed, gate))
         return out
+
+    def _scratch_bytes(self, packed: NativeExperts, entries: int) -> int:
+        """Where entries went, and in the 64 bytes after that, their quantised rows."""
+        places = 4 * (packed.slots + 1 + entries)
+        if not packed.is_quantised:
+            return places
+        return places + 64 + self.library.proa_scratch_bytes(entries, max(packed.hidden, packed.width))
 
 
 def _router_call(
@@ -169,7 +208,7 @@ def _router_call(
     if spec.num_groups > MAX_GROUPS:
         raise ValueError(f"a native router has at most {MAX_GROUPS} groups, not {spec.num_groups}")
     return CRouter(
-        _linear(router.weight, None, router.experts, router.weight.shape[1], 0),
+        _linear(router.weight, FORMS[router.weight.dtype], None, router.experts, router.weight.shape[1], 0),
         address(router.bias),
         SCORES[spec.score],
         spec.num_groups,
@@ -185,8 +224,10 @@ def _router_call(
     )
 
 
-def _linear(weight: torch.Tensor, scales: torch.Tensor | None, out: int, size: int, columns: int) -> CLinear:
-    return CLinear(weight.data_ptr(), None, FORMS[weight.dtype], out, size, address(scales), columns)
+def _linear(
+    weight: torch.Tensor, form: Form, scales: torch.Tensor | None, out: int, size: int, columns: int
+) -> CLinear:
+    return CLinear(weight.data_ptr(), None, form, out, size, address(scales), columns)
 
 
 def _same_type(tensor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

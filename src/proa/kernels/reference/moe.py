@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from proa.arch.blocks import GroupScore, RouterSpec, Score
-from proa.kernels.reference.dequant import values_of
-from proa.kernels.seam import Codes, PackedExperts, PackedRouter, Routed
+from proa.kernels.reference.dequant import dequantize, values_of
+from proa.kernels.seam import Blocks, Codes, PackedExperts, PackedRouter, Routed
 
 
 class ReferenceMoE:
@@ -26,6 +26,10 @@ class ReferenceMoE:
 
     def pack_expert_codes(self, gate_up: Codes, down: Codes, dtype: torch.dtype) -> PackedExperts:
         return self.pack_experts(values_of(gate_up).to(dtype), values_of(down).to(dtype))
+
+    def pack_expert_blocks(self, gate_up: Blocks, down: Blocks, dtype: torch.dtype) -> PackedExperts:
+        both = (dequantize(one.data.flatten(), one.format, one.shape).to(dtype) for one in (gate_up, down))
+        return self.pack_experts(*both)
 
     def route(
         self,

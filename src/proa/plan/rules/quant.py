@@ -34,8 +34,9 @@ def _not_fp16(facts: FactView) -> Blocked:
 def _on_blocks(facts: FactView) -> Blocked | None:
     if not facts["stored.blocks"]:
         return Blocked("no linear map is stored in a block format that kernels compute on", Source.CONSTRAINT)
-    if facts["plan.matmul_kernel"] != NATIVE:
-        return Blocked(f"{facts['plan.matmul_kernel']} does not compute on stored blocks", Source.CONSTRAINT)
+    for kernel in ("plan.matmul_kernel", "plan.moe_kernel"):
+        if facts[kernel] not in (NATIVE, None):
+            return Blocked(f"{facts[kernel]} does not compute on stored blocks", Source.CONSTRAINT)
     return None
 
 
@@ -70,7 +71,10 @@ def _not_float32(facts: FactView) -> Blocked | None:
 
 FP16 = Condition(id="dtype.no_fp16", reads=("plan.device",), blocks=Blocks.ALWAYS, check=_not_fp16)
 BLOCKS = Condition(
-    id="quantization.kernels", reads=("stored.blocks", "plan.matmul_kernel"), blocks=Blocks.ALWAYS, check=_on_blocks
+    id="quantization.kernels",
+    reads=("stored.blocks", "plan.matmul_kernel", "plan.moe_kernel"),
+    blocks=Blocks.ALWAYS,
+    check=_on_blocks,
 )
 KEPT = Condition(id="quantization.kept_codes", reads=(), blocks=Blocks.ALWAYS, check=_no_kernels_on_codes)
 CODES_FIT = Condition(
@@ -129,10 +133,10 @@ def quantization(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
         Option(
             value=name,
             rule="quantization.kept",
-            reason=_kept_reason(counts),
+            reason=_kept_reason(counts, facts) + _expanded(facts),
             source=Source.CHECKPOINT,
             requires=(BLOCKS, VNNI, ROUNDED),
-            reads=("stored.tensors",),
+            reads=("stored.tensors", "stored.blocks", "stored.expanded"),
         )
         for name in sorted(blocks, key=lambda name: -counts[name])
     ]
@@ -156,13 +160,10 @@ def _kept_codes(name: str, facts: Mapping[str, Any]) -> Option[str]:
     if name != FP8:
         return Option(value=name, rule="quantization.kept", reason="", source=Source.CHECKPOINT, requires=(KEPT,))
     reason = f"{sum(facts['stored.codes'].values())} parameters run on the stored FP8 codes, activations as they are"
-    if expanded := facts["stored.expanded"]:
-        said = ", ".join(f"{template} ({why})" for template, why in expanded.items())
-        reason += f"; dequantised: {said}"
     return Option(
         value=name,
         rule="quantization.kept",
-        reason=reason,
+        reason=reason + _expanded(facts),
         source=Source.CHECKPOINT,
         requires=(CODES_FIT, VBMI, passed_self_test(NATIVE, "fp8")),
         reads=("stored.formats", "stored.codes", "stored.expanded"),
@@ -183,9 +184,17 @@ def _stored_reason(blocks: Sequence[str], facts: Mapping[str, Any]) -> str:
     return f"no quantised tensors (excluded from the checkpoint's {facts['checkpoint.quant']})"
 
 
-def _kept_reason(counts: Mapping[str, int]) -> str:
-    linear = ", ".join(f"{count} in {name}" for name, count in counts.items())
-    return f"linear maps run on the stored blocks ({linear}), activations rounded to 8 bits in groups of 32"
+def _kept_reason(counts: Mapping[str, int], facts: Mapping[str, Any]) -> str:
+    said = ", ".join(f"{count} in {name}" for name, count in counts.items())
+    what = (
+        "linear maps and experts" if any(".experts." in name for name, _ in facts["stored.blocks"]) else "linear maps"
+    )
+    return f"{what} run on the stored blocks ({said}), activations rounded to 8 bits in groups of 32"
+
+
+def _expanded(facts: Mapping[str, Any]) -> str:
+    said = ", ".join(f"{template} ({why})" for template, why in facts["stored.expanded"].items())
+    return f"; dequantised: {said}" if said else ""
 
 
 def kv_dtype(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[DType]:

@@ -35,18 +35,34 @@ struct Linear {  // filled by Python (native/ops.py: CLinear); rows of W are pad
     Codes codes() const { return {(const uint8_t*)packed, scales, in, block}; }
 };
 
-// Room for quantised activations, [rows]: values, scales and sums one after the other. See scratch_bytes().
-static inline int64_t scratch_bytes(int64_t rows, int64_t in) { return rows * (in + in / BLOCK * 12 + 64); }
-static inline Quantised quantised_row(void* scratch, int64_t rows, int64_t in, int64_t m) {
-    auto* values = (int8_t*)scratch;
-    auto* scales = (float*)(values + (rows * in + 63) / 64 * 64);
-    auto* sums = (int32_t*)(scales + rows * (in / BLOCK));
-    return {values + m * in, scales + m * (in / BLOCK), sums + m * (in / BLOCK) * 2};
+static inline bool is_quantised(int64_t form) { return form >= Q8_0 && form < F8; }
+
+// Bytes that one row takes in panels of a quantised `form`, 0 where this processor has no products of it.
+static inline int64_t quant_row_bytes(int64_t form, int64_t in) {
+    int64_t bytes = 0;
+    with_form(form, [&](auto f) { bytes = in / BLOCK * decltype(f)::SIZE / 16; });
+    return bytes;
 }
 
+// Quantised activations, [rows]: values, scales and sums one after the other, in a scratch of scratch_bytes().
+static inline int64_t scratch_bytes(int64_t rows, int64_t in) { return rows * (in + in / BLOCK * 12 + 64); }
+struct QuantisedRows {
+    Quantised first;
+    int64_t in;
+    QuantisedRows(void* scratch, int64_t rows, int64_t in) : in(in) {
+        first.values = (int8_t*)scratch;
+        first.scales = (float*)(first.values + (rows * in + 63) / 64 * 64);
+        first.sums = (int32_t*)(first.scales + rows * (in / BLOCK));
+    }
+    Quantised operator[](int64_t m) const {
+        return {first.values + m * in, first.scales + m * (in / BLOCK), first.sums + m * (in / BLOCK) * 2};
+    }
+};
+
+// Rows [from, from + rows) times the panels of `share`; `finish` counts rows from 0.
 // One panel at a time: each thread reads the weights in one long stream, which the processor's prefetchers follow.
 template <class F, class Finish>
-static inline void quant_product(const Linear& w, int64_t rows, void* scratch, Range share, Finish finish) {
+static inline void quant_product(const Linear& w, const QuantisedRows& x, int64_t from, int64_t rows, Range share, Finish finish) {
     const int64_t blocks = w.in / BLOCK, stride = blocks * F::SIZE;
     for (int64_t p = share.begin; p < share.end; p++) {
         const uint8_t* panel = (const uint8_t*)w.packed + p * stride;
@@ -55,7 +71,7 @@ static inline void quant_product(const Linear& w, int64_t rows, void* scratch, R
             with_rows<FEW>(int(pass), [&](auto count) {
                 constexpr int R = decltype(count)::value;
                 Quantised q[R];
-                for (int i = 0; i < R; i++) q[i] = quantised_row(scratch, rows, w.in, m + i);
+                for (int i = 0; i < R; i++) q[i] = x[from + m + i];
                 f32x16 acc[R] = {};
                 quant_tile<F, R>(q, panel, blocks, acc);
                 for (int i = 0; i < R; i++) finish(m + i, p * 16, acc[i]);
@@ -76,17 +92,18 @@ template <class T, class Finish>
 static inline void apply(const Linear& w, const T* x, int64_t ldx, int64_t rows, void* scratch, Finish finish) {
     auto with_bias = [&](int64_t m, int64_t n, f32x16 v) { finish(m, n, w.bias ? v + load<f32x16>(w.bias + n) : v); };
     const Range share = my_share(w.panels());
-    if (w.form == F32 || w.form == BF16 || w.form == F8) return multiply(w, rows, x, ldx, share.begin, share.end, with_bias);
+    if (!is_quantised(w.form)) return multiply(w, rows, x, ldx, share.begin, share.end, with_bias);
+    const QuantisedRows quantised(scratch, rows, w.in);
     const Range mine = my_share(rows);
-    for (int64_t m = mine.begin; m < mine.end; m++) quantise_row(x + m * ldx, w.in, quantised_row(scratch, rows, w.in, m));
+    for (int64_t m = mine.begin; m < mine.end; m++) quantise_row(x + m * ldx, w.in, quantised[m]);
 #pragma omp barrier
-    with_form(w.form, [&](auto form) { quant_product<decltype(form)>(w, rows, scratch, share, with_bias); });
+    with_form(w.form, [&](auto form) { quant_product<decltype(form)>(w, quantised, 0, rows, share, with_bias); });
 }
 
 // Row `n` of W as float32.
 template <class T> static inline void unpack_row(const Linear& w, int64_t n, float* y) {
     if (w.form == F8) return unpack_code_row(w.codes(), n, y);
-    if (w.form >= Q8_0)
+    if (is_quantised(w.form))
         return with_form(w.form, [&](auto form) { unpack_quant_row<decltype(form)>((const uint8_t*)w.packed, n, w.in, y); });
     constexpr int U = Unit<T>::U;
     const T* panel = (const T*)w.packed + n / 16 * 16 * w.in + n % 16 * U;

@@ -172,15 +172,24 @@ template <class F> static inline void share_slots(const int32_t* start, int64_t 
 
 // One slot's part of the weights of all slots.
 template <class T> static inline Linear slot_of(Linear w, int64_t slot) {
-    const int64_t size = w.form == F8 ? 1 : sizeof(T);
-    w.packed = (const char*)w.packed + slot * w.out * w.in * size;
+    const int64_t row = is_quantised(w.form) ? quant_row_bytes(w.form, w.in) : w.in * (w.form == F8 ? 1 : sizeof(T));
+    w.packed = (const char*)w.packed + slot * w.out * row;
     if (w.form == F8) w.scales += slot * w.panels() * w.codes().blocks();
     return w;
 }
 
+// Rows [first, first + count) of x, or of their quantised form, times panels [p0, p1) of one slot.
+template <class T, class Finish>
+static inline void slot_product(const Linear& all, int64_t slot, const T* x, const QuantisedRows& quantised, int64_t first, int64_t count,
+                                int64_t p0, int64_t p1, Finish finish) {
+    const Linear w = slot_of<T>(all, slot);
+    if (!is_quantised(w.form)) return multiply(w, count, x + first * w.in, w.in, p0, p1, finish);
+    with_form(w.form, [&](auto form) { quant_product<decltype(form)>(w, quantised, first, count, {p0, p1}, finish); });
+}
+
 // a x [rows, hidden], b Experts, c slots int32 [rows, n], d weights [rows, n], e shared [rows, hidden] or null, f scale
 // -> out [rows, hidden]. tmp [rows * n, hidden + width]: the entries' rows of x, later their results; then gated elements.
-// scratch int32 [slots + 1 + rows * n].
+// scratch int32 [slots + 1 + rows * n], and from the next 64 bytes on, for quantised weights, room for the entries' rows.
 template <class T> static void experts(const Op& op, int64_t rows) {
     const Experts& w = *(const Experts*)op.b;
     const int64_t k = op.n, entries = rows * k, D = w.hidden, W = w.width;
@@ -190,12 +199,17 @@ template <class T> static void experts(const Op& op, int64_t rows) {
     int32_t *start = (int32_t*)op.scratch, *place = start + w.slots + 1;
     if (omp_get_thread_num() == 0) group((const int32_t*)op.c, entries, w.slots, start, place);
 #pragma omp barrier
-    const Range copied = my_share(entries);
-    for (int64_t i = copied.begin; i < copied.end; i++) std::memcpy(gathered + place[i] * D, x + i / k * D, D * sizeof(T));
+    void* room = (char*)op.scratch + ((w.slots + 1 + entries) * sizeof(int32_t) + 63) / 64 * 64;
+    const QuantisedRows inputs(room, entries, D), inner(room, entries, W);
+    const Range own = my_share(entries);
+    for (int64_t i = own.begin; i < own.end; i++) {
+        if (is_quantised(w.gate_up.form)) quantise_row(x + i / k * D, D, inputs[place[i]]);
+        else std::memcpy(gathered + place[i] * D, x + i / k * D, D * sizeof(T));
+    }
 #pragma omp barrier
     share_slots(start, w.slots, W / 16, [&](int64_t first, int64_t count, int64_t slot, int64_t begin, int64_t end) {
         T* to = hidden + first * W;
-        multiply(slot_of<T>(w.gate_up, slot), count, gathered + first * D, D, 2 * begin, 2 * end, [&](int64_t m, int64_t n, f32x16 v) {
+        slot_product(w.gate_up, slot, gathered, inputs, first, count, 2 * begin, 2 * end, [&](int64_t m, int64_t n, f32x16 v) {
             T* at = to + m * W + n / 32 * 16;
             if (n % 32 == 0) return store16(at, v);
             T up[16];
@@ -204,10 +218,14 @@ template <class T> static void experts(const Op& op, int64_t rows) {
         });
     });
 #pragma omp barrier
+    if (is_quantised(w.down.form)) {
+        for (int64_t i = own.begin; i < own.end; i++) quantise_row(hidden + i * W, W, inner[i]);
+#pragma omp barrier
+    }
     share_slots(start, w.slots, D / 16, [&](int64_t first, int64_t count, int64_t slot, int64_t begin, int64_t end) {
         T* to = gathered + first * D;
-        multiply(slot_of<T>(w.down, slot), count, hidden + first * W, W, begin, end,
-                 [&](int64_t m, int64_t n, f32x16 v) { store16(to + m * D + n, v); });
+        slot_product(w.down, slot, hidden, inner, first, count, begin, end,
+                     [&](int64_t m, int64_t n, f32x16 v) { store16(to + m * D + n, v); });
     });
 #pragma omp barrier
     const Range mine = my_share(rows);
@@ -223,8 +241,11 @@ template <class T> static void experts(const Op& op, int64_t rows) {
     }
 }
 
-// Slot by slot in place: a slot's packed form takes the memory of its rows. `halves` 2: panels of the upper and the lower
-// half of the rows in turn.
+// The stored row with which panel p of a slot of `out` rows begins. `halves` 2: panels of the upper and the lower half of
+// the rows in turn.
+static inline int64_t panel_row(int64_t p, int64_t out, int64_t halves) { return p % halves * (out / halves) + p / halves * 16; }
+
+// Slot by slot in place: a slot's packed form takes the memory of its rows.
 template <class T> static void pack_slots(T* w, int64_t slots, int64_t out, int64_t in, int64_t halves) {
 #pragma omp parallel
     {
@@ -234,9 +255,23 @@ template <class T> static void pack_slots(T* w, int64_t slots, int64_t out, int6
             T* slot = w + s * out * in;
             std::memcpy(copy, slot, out * in * sizeof(T));
             for (int64_t p = 0; p < out / 16; p++)
-                pack_panel(copy + (p % halves * (out / halves) + p / halves * 16) * in, 16, in, slot + p * 16 * in);
+                pack_panel(copy + panel_row(p, out, halves) * in, 16, in, slot + p * 16 * in);
         }
         delete[] copy;
+    }
+}
+
+// Stored blocks [slots][out rows] -> panels of all slots.
+template <class F>
+static void pack_block_slots(const uint8_t* stored, int64_t row_bytes, int64_t slots, int64_t out, int64_t in, int64_t halves, uint8_t* packed) {
+    const int64_t panels = out / 16, blocks = in / BLOCK;
+#pragma omp parallel
+    {
+        const Range mine = my_share(slots * panels);
+        for (int64_t i = mine.begin; i < mine.end; i++) {
+            const int64_t first = i / panels * out + panel_row(i % panels, out, halves);
+            pack_quant_panel<F>(stored, row_bytes, first, slots * out, blocks, packed + i * blocks * F::SIZE);
+        }
     }
 }
 

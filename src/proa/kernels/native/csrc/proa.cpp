@@ -262,15 +262,21 @@ void proa_pack_slots(int64_t form, void* w, int64_t slots, int64_t out, int64_t 
 
 // Bytes that one row takes in panels of a quantised `form`, 0 where this processor has no products of it.
 int64_t proa_row_bytes(int64_t form, int64_t in) {
-    int64_t bytes = form == F8 && HAS_CODES ? in : 0;
-    with_form(form, [&](auto f) { bytes = in / BLOCK * decltype(f)::SIZE / 16; });
-    return bytes;
+    return form == F8 && HAS_CODES ? in : quant_row_bytes(form, in);
 }
 
 // Stored rows of blocks -> panels of `form`.
 void proa_pack_blocks(int64_t form, const void* stored, int64_t row_bytes, int64_t out, int64_t in, void* packed) {
     with_form(form, [&](auto f) {
         pack_blocks<decltype(f)>((const uint8_t*)stored, row_bytes, out, in, (uint8_t*)packed);
+    });
+}
+
+// Experts [slots][out rows of blocks] -> panels of `form` (moe.h).
+void proa_pack_block_slots(int64_t form, const void* stored, int64_t row_bytes, int64_t slots, int64_t out, int64_t in, int64_t halves,
+                           void* packed) {
+    with_form(form, [&](auto f) {
+        pack_block_slots<decltype(f)>((const uint8_t*)stored, row_bytes, slots, out, in, halves, (uint8_t*)packed);
     });
 }
 
