@@ -57,7 +57,8 @@ class WeightRule:
     `indices` has the allowed values of each `#` of `source`, in order. `shape` is the stored tensor's expected shape.
     `fills` say where its elements go (LOAD), or what it is a copy of (TIE, BORROW: one fill of a whole parameter).
     `is_linear`: a matrix of a linear map, which a quantised checkpoint may store with scales beside it.
-    `is_shared_slot`: a shared expert that goes to slots of the routed ones.
+    `is_shared_slot`: a shared expert that goes to slots of the routed ones. `is_integer`: ids, no values to compute
+    with.
     """
 
     source: str
@@ -67,6 +68,7 @@ class WeightRule:
     indices: tuple[Collection[int], ...] = ()
     is_linear: bool = False
     is_shared_slot: bool = False
+    is_integer: bool = False
     reason: str = ""
 
 
@@ -259,6 +261,11 @@ class NameMap:
 
     def _each_rule(self) -> Iterator[WeightRule]:
         return chain.from_iterable(self._rules.values())
+
+    @property
+    def integers(self) -> frozenset[str]:
+        """Templates of tensors that hold ids."""
+        return frozenset(rule.source for rule in self._each_rule() if rule.is_integer)
 
     def check(self, parameters: Mapping[str, ParameterInfo]) -> None:
         """Prove that the LOAD places partition the rows of all parameters.

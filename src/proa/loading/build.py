@@ -16,6 +16,7 @@ from proa.loading.apply import load_weights
 from proa.loading.ledger import LoadLedger
 from proa.loading.progress import Progress
 from proa.loading.self_check import check_fused_layers
+from proa.loading.tables import check_tables
 from proa.plan.planned import Planned
 
 
@@ -53,15 +54,18 @@ def build(
     """Load one runner. Refuses (WeightError, exit 3) before reading any data when headers show that it cannot fit.
 
     `library` is the compiled file of the native kernels, where the plan names them; `target` is the built model that a
-    draft may borrow modules of. A model whose fused experts do not compute what the checkpoint means is refused, too.
+    draft may borrow modules of. A model whose fused experts do not compute what the checkpoint means is refused, too,
+    and one whose tables name experts that there are not.
     """
     ledger = LoadLedger(planned)
     ledger.refuse_forms()
     ledger.refuse_findings()
     require_data(planned.checkpoint)
     model = construct(planned, library, target, plugins)
-    load_weights(dict(model.named_parameters()), ledger, progress)
+    parameters = dict(model.named_parameters())
+    load_weights(parameters, ledger, progress)
     ledger.close()
+    check_tables(planned, parameters)
     model.finish()
     check_fused_layers(planned, model)
     return BuiltModel(model=model, ledger=ledger)

@@ -134,7 +134,7 @@ class LoadLedger:
 
     def _wrong_entries(self) -> Iterator[Finding]:
         plain = list(self._plain())
-        types = PlainTypes(plain, self._checkpoint.form)
+        types = PlainTypes(plain, self._checkpoint.form, self._names.integers)
         for info, claim, _ in self._unplaced:
             match claim:
                 case Unknown():

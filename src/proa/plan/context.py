@@ -119,9 +119,11 @@ def _model_facts(ctx: RunnerContext) -> dict[str, Any]:
 
 def _stored_facts(ctx: RunnerContext) -> dict[str, Any]:
     """Of the runner's own tensors: bytes and number by element type, number by quantised format, and those formats that
-    loading cannot read. Scales do not count: they are no values of the model."""
+    loading cannot read. Scales and ids do not count: they are no values of the model."""
     nbytes, counts, formats, unread = dict[str, int](), dict[str, int](), dict[str, int](), set[str]()
     for group in ctx.found.groups:
+        if group.rule.is_integer:
+            continue
         word = group.main.dtype.value
         nbytes[word] = nbytes.get(word, 0) + group.main.nbytes
         counts[word] = counts.get(word, 0) + 1

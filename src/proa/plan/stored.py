@@ -138,23 +138,26 @@ def _expert_files(spec: DecoderSpec, weights: Weights, stored: StoredNames) -> d
 def plain_layout(spec: DecoderSpec, files: Mapping[int, ExpertFiles]) -> WeightLayout:
     """Everything by itself: a head of its own, shared experts separate."""
     moe = tuple(
-        (layer.index, expert_layout(layer.ffn, files[layer.index], is_fused=False))
+        (layer.index, expert_layout(layer.ffn, files[layer.index], ScaleOn.WEIGHTS, is_fused=False))
         for layer in spec.layers
         if isinstance(layer.ffn, MoESpec)
     )
     return WeightLayout(tied_head=False, moe=moe)
 
 
-def expert_layout(moe: MoESpec, files: ExpertFiles, *, is_fused: bool) -> MoELayout:
-    """The arrangement of one layer. The router's scale is applied to the routed experts' weights, so that a shared
-    expert in a slot has weight 1, or its token's gate."""
+def expert_layout(moe: MoESpec, files: ExpertFiles, scale_on: ScaleOn, *, is_fused: bool) -> MoELayout:
+    """The arrangement of one layer, for a kernel that wants the router's scale on `scale_on`. What multiplies the sum
+    reaches a shared expert in a slot too, so its weight undoes it; a token's gate cannot, and has scaled weights."""
     shared = moe.shared
     count = shared.count * shared.width // moe.width if is_fused and shared is not None else 0
-    gated = shared is not None and shared.is_gated
+    if shared is not None and shared.is_gated:
+        scale_on, weight = ScaleOn.WEIGHTS, SharedWeight.TOKEN_GATE
+    else:
+        weight = SharedWeight.ONE if scale_on is ScaleOn.WEIGHTS else SharedWeight.INVERSE_SCALE
     return MoELayout(
         num_routed=moe.num_experts,
         shared_slots=tuple(range(moe.num_experts, moe.num_experts + count)),
-        shared_weight=SharedWeight.TOKEN_GATE if gated else SharedWeight.ONE,
-        scale_on=ScaleOn.WEIGHTS,
+        shared_weight=weight,
+        scale_on=scale_on,
         files=files,
     )
