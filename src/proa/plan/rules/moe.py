@@ -168,9 +168,10 @@ def _layer_facts(ctx: RunnerContext, layers: Mapping[int, MoESpec]) -> dict[int,
 def _storage(ctx: RunnerContext, groups: Iterable[Group]) -> str:
     """The formats of one kind of experts: `fp8 128x128`, or by parameter where projections differ."""
     formats: dict[str, set[str]] = {}
-    for group in groups:
-        parameter = group.rule.fills[0].parameter.removesuffix(".weight").rpartition(".")[2]
-        formats.setdefault(parameter, set()).add(format_of(group, ctx.quant))
+    kinds = {(group.rule.fills[0].parameter, group.form, group.main.dtype) for group in groups}
+    for template, form, dtype in kinds:
+        parameter = template.removesuffix(".weight").rpartition(".")[2]
+        formats.setdefault(parameter, set()).add(format_of(form, dtype, ctx.quant))
     words = {parameter: " and ".join(sorted(found)) for parameter, found in sorted(formats.items())}
     if len(set(words.values())) <= 1:
         return next(iter(words.values()), "")
