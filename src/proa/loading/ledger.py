@@ -77,7 +77,6 @@ class LoadLedger:
         self._parameters = dict(planned.parameters)
         self._expected = planned.names.expected()
         self.entries: dict[str, Entry] = {}
-        self._unplaced: list[Entry] = []
         self.elsewhere: set[str] = set()
         members: dict[str, dict[str, TensorInfo]] = {}
         for name, info in planned.checkpoint.tensors.items():
@@ -85,11 +84,10 @@ class LoadLedger:
             if isinstance(claim, Elsewhere):
                 self.elsewhere.add(name)
                 continue
-            entry = self.entries[name] = Entry(info, claim, _state(claim))
+            self.entries[name] = Entry(info, claim, _state(claim))
             if isinstance(claim, Place):
                 members.setdefault(claim.group, {})[member_of(claim, name)] = info
-            else:
-                self._unplaced.append(entry)
+        self._unplaced = [entry for entry in self.entries.values() if not isinstance(entry.claim, Place)]
         self.groups = {name: Group(place=self._expected[name], members=found) for name, found in members.items()}
         self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._parameters}
         self._compared: set[str] = set()
