@@ -11,10 +11,12 @@ import torch
 
 from proa.arch import registry
 from proa.arch.layout import ScaleOn, SharedWeight
+from proa.cli.main import main
 from proa.conditions import Blocks
 from proa.errors import ConfigError, PlanError, WeightError
 from proa.kernels import catalog
 from proa.kernels.catalog import MOE
+from proa.plan.footprint import step_bytes
 from proa.runner.describe import promised
 from proa.units import SharedExperts
 from tests.factories.hand_made import FAMILY, TABLE, Tensors, write_hand_made
@@ -46,6 +48,9 @@ def test_the_table_of_a_listed_layer_is_loaded_counted_and_used(tmp_path: Path) 
     plan = planned(path, dtype="float32").target
     info = plan.parameters["layers.1.ffn.router.table"]
     assert (info.shape, info.nbytes(plan.plan.dtype.value)) == ((512, 2), 512 * 2 * 8)
+    read = step_bytes(plan.spec, plan.parameters, plan.plan)
+    plain = planned(write_hand_made(tmp_path / "plain", hashed=0), dtype="float32").target
+    assert read == step_bytes(plain.spec, plain.parameters, plain.plan) + 2 * 8 - 8 * 4  # two ids, no bias of 8 experts
     assert runner.describe() == promised(plan.plan, plan.spec, plan.parameters, NUM_PAGES)
     before = logits(path)
     others = [
@@ -108,6 +113,15 @@ def test_native_computes_the_same_and_rows_alone_have_the_bits_of_rows_together(
     rows = Rows(runner, 1, 64)
     parts = [rows.prefill(0, PROMPT[:17]), *(rows.decode([token]) for token in PROMPT[17:])]
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_inspect_tells_listed_experts_and_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_hand_made(tmp_path, swiglu_limit=10.0, shared_swiglu_limit=7.0)
+    assert main(["inspect", str(path), "--layers"]) == 0
+    said = capsys.readouterr().out
+    assert "gated MLP 128, limited to 10\n" in said and "1 shared 32, limited to 7\n" in said
+    assert "8 experts 32, 2 per token, listed by token, limited to 10\n" in said
+    assert "8 experts 32, 2 per token, limited to 10\n" in said
 
 
 # What is refused

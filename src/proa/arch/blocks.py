@@ -169,6 +169,11 @@ class ActivationSpec:
     def words(self) -> str:
         return "silu" if self.limit is None else f"silu with a limit of {self.limit:g}"
 
+    @property
+    def note(self) -> str:
+        """To be put behind a description; nothing where there is no limit."""
+        return "" if self.limit is None else f", limited to {self.limit:g}"
+
 
 SILU = ActivationSpec()
 

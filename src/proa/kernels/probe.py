@@ -193,7 +193,7 @@ def _results(library: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
     x = values(9, 48).to(dtype)
     for activation in (SILU, ActivationSpec(limit=0.5)):
         made = [ops.ffn(x, ops.pack(gate_up, None), ops.pack(down, None), activation) for ops in (native, reference)]
-        yield f"ffn, {activation.words}", made[0], made[1]
+        yield f"ffn{activation.note}", made[0], made[1]
     gate = values(9, 64).to(dtype)[:, 8:56]
     yield "gate", native.gate(x, gate), reference.gate(x, gate)
     heads, positions = values(3, 4, 16).to(dtype), torch.tensor([0, 9, 4000])

@@ -74,7 +74,7 @@ def moe_results(library: Path, dtype: torch.dtype) -> Results:
             )
             for ops in (native, reference)
         ]
-        yield f"experts of {rows} rows, {activation.words}", made[0], made[1]
+        yield f"experts of {rows} rows{activation.note}", made[0], made[1]
 
 
 def _routers() -> tuple[RouterSpec, ...]:
