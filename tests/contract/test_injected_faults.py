@@ -36,7 +36,7 @@ def as_asked(runner: resolve._Runner) -> list[WeightRule]:
         is_fused = context.intent.shared_experts.value is not SharedExperts.SEPARATE
         blocks = {layer.index: layer.ffn for layer in context.spec.layers}
         moe = tuple(
-            (index, expert_layout(block, one.files, is_fused=is_fused))
+            (index, expert_layout(block, one.files, one.scale_on, is_fused=is_fused))
             for index, one in layout.moe
             if isinstance(block := blocks[index], MoESpec)
         )

@@ -70,7 +70,7 @@ def test_every_tensor_of_a_reference_checkpoint_has_one_owner(family: str, oracl
             claims = [claim for names in owned if not isinstance(claim := names.claim(name), Unknown)]
             assert len(claims) == 1, f"{path}: {name}: {claims}"
             assert isinstance(claims[0], Place) or (isinstance(claims[0], LeftOut) and ".visual." in name), name
-            if isinstance(claims[0], Place) and claims[0].member == "weight":
+            if isinstance(claims[0], Place) and claims[0].group == name:
                 assert claims[0].shape == info.shape, name
         expected = {name for names in owned for name in names.expected()}
         assert expected <= set(checkpoint.tensors), path

@@ -38,7 +38,7 @@ def faults(checkpoint: Checkpoint, target: NameMap, drafts: list[NameMap]) -> li
     found: list[str] = []
     for name, info in checkpoint.tensors.items():
         owners = [claim for names in (target, *drafts) if not isinstance(claim := names.claim(name), Unknown)]
-        wrong = [claim for claim in owners if isinstance(claim, Place) and claim.member == "weight"]
+        wrong = [claim for claim in owners if isinstance(claim, Place) and claim.group == name]
         if len(owners) != 1:
             found.append(f"{name}: {len(owners)} owners")
         found += [f"{name}: {claim.shape} is not {info.shape}" for claim in wrong if claim.shape != info.shape]

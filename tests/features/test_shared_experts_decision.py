@@ -91,14 +91,15 @@ def test_f2_the_answer_follows_the_stored_form_of_the_tensors(tmp_path: Path, gp
 
 
 # Per condition: how a user brings it about, and what must be listed beside it. `no_slots` needs a kernel package whose
-# experts have no slots; none exists (tests/plan/test_shared_experts.py judges the condition itself).
+# experts have no slots, `activation_differs` a family with a limit on some experts only; none exists
+# (tests/plan/test_shared_experts.py judges the first itself, tests/families/test_hand_made.py has such a family).
 ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {
     "moe.fuse.storage_differs": ({"fp8": routed_only}, (), True),
     "moe.fuse.width_differs": ({"shared_expert_intermediate_size": 48}, (), True),
     "moe.fuse.expert_parallel": ({}, TWO_RANKS, True),
     "moe.fuse.no_gain": ({}, (), False),
 }
-OF_KERNELS = {"moe.fuse.no_slots"}
+OTHERS = {"moe.fuse.no_slots", "moe.fuse.activation_differs"}
 
 
 @pytest.mark.parametrize("rule", ROWS)
@@ -110,7 +111,7 @@ def test_f3_each_condition_of_the_published_table_can_be_the_reason_and_all_are_
     family = "qwen2_moe" if "shared_expert_intermediate_size" in files else "glm4_moe"
     published = {e["family"]: e["conditions"]["shared_experts"] for e in verb("explain", "--families", "--json").json
                  if "family" in e}[family]  # fmt: skip
-    assert set(published) == set(ROWS) | OF_KERNELS
+    assert set(published) == set(ROWS) | OTHERS
     model = write_experts(tmp_path / "m", family, **files)
     found = decisions(verb("explain", model, "--json", *host, *words).json)["shared_experts"]
     assert (found["value"], found["rule"]) == ("separate", rule)

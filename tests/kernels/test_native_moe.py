@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from proa.arch.blocks import GroupScore, RouterSpec, Score
+from proa.arch.blocks import SILU, ActivationSpec, GroupScore, RouterSpec, Score
 from proa.kernels.native.abi import load_library
 from proa.kernels.native.moe import NativeMoE
 from proa.kernels.native.ops import NativeDense
@@ -108,6 +108,30 @@ def test_a_row_takes_its_best_experts_with_their_scores(
 
 
 @pytest.mark.parametrize("score", Score)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_table_lists_the_experts_of_each_token(ops: NativeMoE, score: Score, dtype: torch.dtype) -> None:
+    """Scores by the formula in float64; the reference takes the same experts."""
+    weight, x = (values(24, HIDDEN, seed=1) / 4).to(dtype), values(40, HIDDEN).to(dtype)
+    table, tokens = torch.randint(24, (50, 6), generator=torch.Generator().manual_seed(1)), (torch.arange(40) * 7) % 50
+    spec = spec_with(score=score, scale=1.5, table=50)
+    routed = ops.route(x, ops.pack_router(weight, None, table), spec, 6, (24,), 0.4, None, tokens)
+    logits = x.double() @ weight.double().T
+    scores = {
+        Score.SOFTMAX: logits.softmax(1), Score.SIGMOID: 1 / (1 + (-logits).exp()),
+        Score.SQRT_SOFTPLUS: (1 + logits.exp()).log().sqrt(),
+    }[score]  # fmt: skip
+    taken = torch.stack([row[table[token]] for row, token in zip(scores, tokens, strict=True)])
+    assert routed.slots.tolist() == [[*table[token].tolist(), 24] for token in tokens]
+    expected = taken / taken.sum(1, keepdim=True) * 1.5
+    torch.testing.assert_close(routed.weights[:, :6].double(), expected, atol=1e-6, rtol=1e-5)
+    reference = ReferenceMoE()
+    same = reference.route(x, reference.pack_router(weight, None, table), spec, 6, (24,), 0.4, None, tokens)
+    assert torch.equal(same.slots, routed.slots)
+    with pytest.raises(TypeError, match="no token ids"):
+        ops.route(x, ops.pack_router(weight, None, table), spec, 6, (), 1.0, None)
+
+
+@pytest.mark.parametrize("score", Score)
 def test_equal_scores_go_by_index(ops: NativeMoE, score: Score) -> None:
     weight = torch.zeros(20, 16)
     weight[[3, 7, 18]] = 1.0  # three equal ones, then seventeen equal ones
@@ -161,13 +185,18 @@ def some_routed(rows: int, chosen: int, seed: int = 0) -> Routed:
 
 
 def expected_experts(
-    x: torch.Tensor, routed: Routed, gate_up: torch.Tensor, down: torch.Tensor, scale: float
+    x: torch.Tensor,
+    routed: Routed,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    scale: float,
+    limit: float = float("inf"),
 ) -> torch.Tensor:
     out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
     for row, (slots, weights) in enumerate(zip(routed.slots.tolist(), routed.weights.tolist(), strict=True)):
         for slot, weight in zip(slots, weights, strict=True):
             both = gate_up[slot].double() @ x[row].double()
-            gate, up = both[:WIDTH], both[WIDTH:]
+            gate, up = both[:WIDTH].clamp(max=limit), both[WIDTH:].clamp(-limit, limit)
             out[row] += weight * (down[slot].double() @ (gate / (1 + (-gate).exp()) * up))
     return out * scale
 
@@ -236,6 +265,28 @@ def test_experts_of_broken_panels_are_refused(ops: NativeMoE) -> None:
         ops.pack_experts(torch.zeros(2, 48, 32), torch.zeros(2, 32, 24))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_limit_cuts_gate_from_above_and_up_on_both_sides(ops: NativeMoE, dtype: torch.dtype) -> None:
+    gate_up, down = expert_weights(dtype)
+    x, routed = values(13, HIDDEN).to(dtype), some_routed(13, 4)
+    expected = expected_experts(x, routed, gate_up, down, 2.5, limit=0.5)
+    plain = expected_experts(x, routed, gate_up, down, 2.5)
+    packed = ops.pack_experts(gate_up, down)
+    cut = ops.experts(x, routed, packed, scale=2.5, shared=None, gate=None, activation=ActivationSpec(limit=0.5))
+    assert_near(cut, expected, BOUND[dtype])
+    assert (plain - expected).abs().max() > 0.2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_limit_that_nothing_reaches_changes_no_bit(ops: NativeMoE, dtype: torch.dtype) -> None:
+    x, routed, packed = values(13, HIDDEN).to(dtype), some_routed(13, 4), ops.pack_experts(*expert_weights(dtype))
+    outs = [
+        ops.experts(x, routed, packed, scale=1.0, shared=None, gate=None, activation=activation)
+        for activation in (SILU, ActivationSpec(limit=100.0))
+    ]
+    assert torch.equal(*outs)
+
+
 def whole_block(ops: NativeMoE, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Router and experts with every option, over rows x."""
     gate_up, down = expert_weights(dtype)
@@ -256,6 +307,37 @@ def test_a_row_has_the_same_bits_beside_any_other_rows(ops: NativeMoE, dtype: to
     assert torch.equal(whole_block(ops, x[order].contiguous(), dtype), whole[order])
     crowd = torch.cat((x, x[:1].expand(40, -1)))  # many rows of one choice: other tiles for its experts
     assert torch.equal(whole_block(ops, crowd.contiguous(), dtype)[:40], whole)
+
+
+def listed_block(ops: NativeMoE, x: torch.Tensor, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A router with a table, and experts with a limit."""
+    weight, table = values(SLOTS, HIDDEN).to(dtype), (torch.arange(40 * 3) * 7 % SLOTS).view(40, 3)
+    spec = spec_with(score=Score.SQRT_SOFTPLUS, scale=1.5, table=40)
+    routed = ops.route(x, ops.pack_router(weight, None, table), spec, 3, (), 1.0, None, tokens)
+    packed, limit = ops.pack_experts(*expert_weights(dtype)), ActivationSpec(limit=0.5)
+    return ops.experts(x, routed, packed, scale=1.0, shared=None, gate=None, activation=limit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_listed_token_has_the_same_bits_beside_any_other_rows(ops: NativeMoE, dtype: torch.dtype) -> None:
+    x, tokens = values(40, HIDDEN).to(dtype), torch.arange(40).flip(0).contiguous()
+    whole = listed_block(ops, x, tokens, dtype)
+    for step in (1, 3, 8):
+        parts = list(zip(x.split(step), tokens.split(step), strict=True))
+        assert torch.equal(torch.cat([listed_block(ops, *part, dtype) for part in parts]), whole)
+    assert not torch.equal(listed_block(ops, x, torch.zeros_like(tokens), dtype), whole)
+
+
+def test_a_recorded_router_with_a_table_reads_the_tokens_of_each_run(ops: NativeMoE) -> None:
+    recorder, x = Recorder(64), values(40, HIDDEN)
+    rows, tokens = recorder.empty((64, HIDDEN), torch.float32), torch.zeros(64, dtype=torch.int64)
+    out = listed_block(NativeMoE(ops.library, recorder), rows, tokens, torch.float32)
+    program = Program(ops.library, recorder, {})
+    for count, token in ((40, 3), (1, 17), (9, 39)):
+        given = torch.full((count,), token)
+        rows[:count] = x[:count]
+        program.run(count, {"token_ids": given})
+        assert torch.equal(out[:count], listed_block(ops, x[:count].contiguous(), given, torch.float32))
 
 
 def test_the_order_of_summation_shows_in_the_bits(ops: NativeMoE) -> None:

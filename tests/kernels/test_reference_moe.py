@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from proa.arch.blocks import GroupScore, RouterSpec, Score
+from proa.arch.blocks import SILU, ActivationSpec, GroupScore, RouterSpec, Score
 from proa.kernels.reference.moe import ReferenceMoE
 from proa.kernels.seam import PackedRouter, Routed
 
@@ -135,9 +136,33 @@ def test_shared_slots_follow_the_routed_ones_with_a_weight_or_the_rows_gate() ->
     np.testing.assert_allclose(gated.weights[:, TOP_K:].numpy(), expected, rtol=1e-5)
 
 
-def mlp64(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+@pytest.mark.parametrize("score", Score)
+def test_a_router_with_a_table_takes_the_experts_of_the_token_by_their_scores(score: Score) -> None:
+    x, weight = random(6, HIDDEN), random(EXPERTS, HIDDEN, seed=1)
+    table = torch.tensor([[3, 0, 11], [7, 8, 9], [5, 5, 2]])  # an expert may be listed twice
+    tokens = torch.tensor([2, 0, 1, 1, 0, 2])
+    logits = (x.double() @ weight.double().T).tolist()
+    for renormalise, scale in product((False, True), (1.0, 1.5)):
+        spec = replace(router_spec(score=score, renormalise=renormalise, scale=scale), table=3)
+        routed = OPS.route(x, OPS.pack_router(weight, None, table), spec, TOP_K, (12,), 0.4, None, tokens)
+        for row, token in enumerate(tokens.tolist()):
+            listed = table[token].tolist()
+            scores = [score64(logits[row], score)[expert] for expert in listed]
+            total = sum(scores) if renormalise else 1.0
+            assert routed.slots[row].tolist() == [*listed, 12]
+            expected = [*(one / total * scale for one in scores), 0.4]
+            np.testing.assert_allclose(routed.weights[row].numpy(), expected, rtol=2e-5)
+
+
+def test_a_router_with_a_table_refuses_rows_without_tokens() -> None:
+    router = OPS.pack_router(random(EXPERTS, HIDDEN), None, torch.zeros(3, TOP_K, dtype=torch.int64))
+    with pytest.raises(TypeError, match="no token ids"):
+        OPS.route(random(2, HIDDEN), router, replace(router_spec(), table=3), TOP_K, (), 1.0, None)
+
+
+def mlp64(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray, limit: float = math.inf) -> np.ndarray:
     half = len(gate_up) // 2
-    gate, up = gate_up[:half] @ x, gate_up[half:] @ x
+    gate, up = np.minimum(gate_up[:half] @ x, limit), np.clip(gate_up[half:] @ x, -limit, limit)
     return down @ (gate / (1 + np.exp(-gate)) * up)
 
 
@@ -176,6 +201,20 @@ def test_experts_are_summed_by_their_weights(
             expected[row] += factor * shared[row].double().numpy()
     assert out.dtype is dtype
     np.testing.assert_allclose(out.double().numpy(), expected, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("limit", [None, 0.7])
+def test_a_limit_cuts_gate_from_above_and_up_on_both_sides(limit: float | None) -> None:
+    x, gate_up, down = random(9, HIDDEN), random(1, 2 * WIDTH, HIDDEN, seed=1), random(1, HIDDEN, WIDTH, seed=2)
+    activation = SILU if limit is None else ActivationSpec(limit=limit)
+    routed = Routed(slots=torch.zeros(9, 1, dtype=torch.int32), weights=torch.ones(9, 1))
+    packed = OPS.pack_experts(gate_up, down)
+    out = OPS.experts(x, routed, packed, scale=1.0, shared=None, gate=None, activation=activation)
+    rows, matrices = x.double().numpy(), (gate_up[0].double().numpy(), down[0].double().numpy())
+    expected = np.stack([mlp64(row, *matrices, math.inf if limit is None else limit) for row in rows])
+    np.testing.assert_allclose(out.double().numpy(), expected, atol=2e-5)
+    both = gate_up[0].double().numpy() @ rows.T
+    assert both[:WIDTH].max() > 0.7 and both[WIDTH:].max() > 0.7 and both.min() < -0.7  # or nothing was cut
 
 
 def test_a_row_is_summed_in_its_own_order() -> None:

@@ -158,11 +158,35 @@ class MLASpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationSpec:
+    """What a gated MLP makes of its two projections: silu(gate) * up.
+
+    `limit`: before that, gate is cut to at most `limit` and up to -limit..limit (`swiglu_limit`, DeepSeek V4). None:
+    neither is.
+    """
+
+    limit: float | None = None
+
+    @property
+    def words(self) -> str:
+        return "silu" if self.limit is None else f"silu with a limit of {self.limit:g}"
+
+    @property
+    def note(self) -> str:
+        """To be put behind a description; nothing where there is no limit."""
+        return "" if self.limit is None else f", limited to {self.limit:g}"
+
+
+SILU = ActivationSpec()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FFNSpec:
-    """Gated MLP: down(silu(gate(x)) * up(x))."""
+    """Gated MLP: down(activation(gate(x), up(x)))."""
 
     width: int
     bias: bool
+    activation: ActivationSpec = SILU
 
 
 class Score(Enum):
@@ -188,6 +212,9 @@ class RouterSpec:
     Choice: scores, plus the correction bias if `has_bias`; only the `top_groups` best of `num_groups` groups stay;
     then the best experts, equal ones by index. Weights: the chosen experts' scores without bias, divided by their sum
     if `renormalise`, times `scale`.
+
+    `table`: there is no choice. For each of that many token ids the checkpoint lists the experts (hash routing, the
+    first layers of DeepSeek V4), and scores only give their weights. None: by choice.
     """
 
     score: Score
@@ -197,6 +224,11 @@ class RouterSpec:
     group_score: GroupScore
     renormalise: bool
     scale: float
+    table: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.table is not None and (self.has_bias or self.group_score is not GroupScore.NONE):
+            raise ValueError("a router that reads its experts from a table has no choice to correct or to group")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,17 +241,20 @@ class SharedSpec:
     count: int
     width: int
     is_gated: bool
+    activation: ActivationSpec = SILU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """Each token's `top_k` of `num_experts` gated MLPs of `width`, weighted and summed, plus the shared experts."""
+    """Each token's `top_k` of `num_experts` gated MLPs of `width`, weighted and summed, plus the shared experts.
+    `activation` is that of the routed ones."""
 
     num_experts: int
     top_k: int
     width: int
     router: RouterSpec
     shared: SharedSpec | None
+    activation: ActivationSpec = SILU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

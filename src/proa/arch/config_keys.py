@@ -60,6 +60,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "num_experts": (0,),
         "num_experts_per_tok": (0,),
         "num_experts_per_token": (0,),
+        "num_hash_layers": (0,),
         "num_local_experts": (0,),
         "num_mtp_modules": (0,),
         "num_nextn_predict_layers": (0,),

@@ -85,11 +85,13 @@ class ParameterInfo:
     """Shape in elements; `dtype` None means the runner's compute dtype, a block format the bytes as stored.
 
     `scale_columns`: columns per scale, of F8_E4M3 codes that have float32 scales beside them, in a tensor of its own.
+    `below`: the values are integers from 0 to below that, which loading checks.
     """
 
     shape: tuple[int, ...]
     dtype: DType | None = None
     scale_columns: int | None = None
+    below: int | None = None
 
     @property
     def scale_shape(self) -> tuple[int, ...] | None:

@@ -33,8 +33,8 @@ METHODS: Mapping[str, tuple[bool, GroupScore]] = MappingProxyType(
 class MoENames:
     """How a checkpoint spells the block. Triples are the gate, up and down projection.
 
-    `module` is its name in a layer, `bias` the correction bias, `shared` the shared experts' MLP, all within `module`.
-    A token gate is `{shared}_gate`.
+    `module` is its name in a layer, `bias` the correction bias, `shared` the shared experts' MLP, `table` each token's
+    experts, all within `module`. A token gate is `{shared}_gate`.
     """
 
     module: str
@@ -42,6 +42,7 @@ class MoENames:
     bias: str
     shared: str
     shared_parts: Triple
+    table: str = "gate.tid2eid"
 
 
 HUB = MoENames(
@@ -155,6 +156,9 @@ def moe_rules(
     yield layer_rule(f"{module}.gate.weight", "ffn.router.weight", router, layers, is_linear=True)
     if spec.router.has_bias:
         yield layer_rule(f"{module}.{names.bias}", "ffn.router.bias", router[:1], layers)
+    if spec.router.table is not None:
+        listed = (spec.router.table, spec.top_k)
+        yield layer_rule(f"{module}.{names.table}", "ffn.router.table", listed, layers, is_integer=True)
     match layout.files:
         case ExpertFiles.LISTED:
             yield from _listed_rules(spec, names, hidden, layers)

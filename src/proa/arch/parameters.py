@@ -131,6 +131,9 @@ def moe_parameters(spec: MoESpec, layout: MoELayout, hidden: int) -> Iterator[En
     yield "router.weight", _plain(spec.num_experts, hidden)
     if spec.router.has_bias:
         yield "router.bias", ParameterInfo(shape=(spec.num_experts,), dtype=DType.F32)
+    if spec.router.table is not None:
+        listed = (spec.router.table, spec.top_k)
+        yield "router.table", ParameterInfo(shape=listed, dtype=DType.I64, below=spec.num_experts)
     yield "experts.gate_up", _plain(layout.num_slots, 2 * spec.width, hidden)
     yield "experts.down", _plain(layout.num_slots, hidden, spec.width)
     if spec.shared is None:

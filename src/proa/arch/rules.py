@@ -24,6 +24,7 @@ def layer_rule(
     rows: Rows | None = None,
     *,
     is_linear: bool = False,
+    is_integer: bool = False,
 ) -> WeightRule:
     """`model.layers.#.source` fills `rows` (None = all) of `layers.#.parameter`."""
     return WeightRule(
@@ -33,6 +34,7 @@ def layer_rule(
         fills=(Fill(parameter=f"layers.#.{parameter}", rows=rows),),
         indices=(layers,),
         is_linear=is_linear,
+        is_integer=is_integer,
     )
 
 

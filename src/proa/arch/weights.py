@@ -36,12 +36,11 @@ class Part:
     columns: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fill:
+class Fill(NamedTuple):
     """`part` of the tensor (None = all) fills `rows` of `parameter` (None = all).
 
     Rows are counted over all dimensions but the last one. In a rule, `parameter` is a template whose `#` are filled
-    with the rule's first indices, and `rows` move by `per_slot` times its last index (an expert).
+    with the rule's first indices, and `rows` move by `per_slot` times its last index (an expert). A tuple, as Place.
     """
 
     parameter: str
@@ -57,7 +56,8 @@ class WeightRule:
     `indices` has the allowed values of each `#` of `source`, in order. `shape` is the stored tensor's expected shape.
     `fills` say where its elements go (LOAD), or what it is a copy of (TIE, BORROW: one fill of a whole parameter).
     `is_linear`: a matrix of a linear map, which a quantised checkpoint may store with scales beside it.
-    `is_shared_slot`: a shared expert that goes to slots of the routed ones.
+    `is_shared_slot`: a shared expert that goes to slots of the routed ones. `is_integer`: ids, no values to compute
+    with.
     """
 
     source: str
@@ -67,20 +67,21 @@ class WeightRule:
     indices: tuple[Collection[int], ...] = ()
     is_linear: bool = False
     is_shared_slot: bool = False
+    is_integer: bool = False
     reason: str = ""
 
 
 class Place(NamedTuple):
     """The tensor, or with the other members of its source group the values that they make, goes to `fills`.
 
-    `group` is the name of the group's rule (`model.layers.0.mlp.up_proj.weight`), `member` the part of the group that
-    this tensor is: `weight` alone for plain weights, with `weight_scale_inv` beside it for block FP8. `shape` is that
-    of the values. `is_linear`: the group may have other members than `weight`. `is_shared_slot`: a shared expert that
-    goes to slots of the routed ones. A tuple: there are 200,000 of them, and a frozen dataclass takes longer to make.
+    `group` is the name of the group's weight (`model.layers.0.mlp.up_proj.weight`). All members of the group have this
+    place, and `member_of` tells them apart: the weight alone where it is plain, `weight_scale_inv` beside it for block
+    FP8. `shape` is that of the values. `is_linear`: the group may have other members than `weight`. `is_shared_slot`: a
+    shared expert that goes to slots of the routed ones. A tuple: there are 70,000 of them, and a frozen dataclass takes
+    longer to make.
     """
 
     group: str
-    member: str
     fills: tuple[Fill, ...]
     shape: tuple[int, ...] | None
     template: str
@@ -129,6 +130,7 @@ Claim = Place | Tied | Borrowed | Elsewhere | LeftOut | Unknown
 WEIGHT = "weight"
 COMPANIONS = ("weight_scale_inv", "weight_packed", "weight_scale", "weight_shape")
 """Members of a quantised source group beside or instead of `weight`: block FP8, compressed-tensors int4."""
+_COMPANIONS = frozenset(COMPANIONS)
 
 
 class NameMap:
@@ -152,19 +154,16 @@ class NameMap:
 
     def claim(self, name: str) -> Claim:
         """What becomes of the stored tensor `name`."""
-        known = self._known(name)
+        known = self._places.get(name) or self._known(name)
         return self._unclaimed(name) if known is None else known
 
     def _known(self, name: str) -> Claim | None:
-        """What the rules say, None where they say nothing."""
-        place = self._places.get(name)
-        if place is not None:
-            return place
+        """What the rules say of a name that is no place's own, None where they say nothing."""
         base, _, suffix = name.rpartition(".")
-        is_companion = suffix in COMPANIONS
+        is_companion = suffix in _COMPANIONS
         place = self._places.get(f"{base}.{WEIGHT}") if is_companion else None
         if place is not None and place.is_linear:
-            return _member(place, suffix)
+            return place
         weight = f"{base}.{WEIGHT}" if is_companion else name
         if _tail(weight) not in self._tails:
             return None
@@ -252,13 +251,19 @@ class NameMap:
         places: dict[str, Place] = {}
         for rule in self._each_rule():
             if rule.action is Action.LOAD:
+                spelled = rule.source.replace("%", "%%").replace("#", "%d")
                 for indices in product(*rule.indices):
-                    name = fill(rule.source, indices)
+                    name = spelled % indices
                     places[name] = _place(rule, name, indices)
         return places
 
     def _each_rule(self) -> Iterator[WeightRule]:
         return chain.from_iterable(self._rules.values())
+
+    @property
+    def integers(self) -> frozenset[str]:
+        """Templates of tensors that hold ids."""
+        return frozenset(rule.source for rule in self._each_rule() if rule.is_integer)
 
     def check(self, parameters: Mapping[str, ParameterInfo]) -> None:
         """Prove that the LOAD places partition the rows of all parameters.
@@ -307,28 +312,21 @@ def _claim(rule: WeightRule, name: str, indices: tuple[int, ...]) -> Claim:
 
 
 def _place(rule: WeightRule, name: str, indices: tuple[int, ...]) -> Place:
-    return Place(
-        group=name,
-        member=WEIGHT,
-        fills=tuple(_filled(target, indices) for target in rule.fills),
-        shape=rule.shape,
-        template=rule.source,
-        is_linear=rule.is_linear,
-        is_shared_slot=rule.is_shared_slot,
-    )
+    fills = tuple([_filled(target, indices) for target in rule.fills])
+    return Place(name, fills, rule.shape, rule.source, rule.is_linear, rule.is_shared_slot)
 
 
-def _member(place: Place, member: str) -> Place:
-    """The claim of another member of the weight's group (by position: names cost time for 140,000 of them)."""
-    return Place(place.group, member, place.fills, place.shape, place.template, True, place.is_shared_slot)
+def member_of(place: Place, name: str) -> str:
+    """Which part of its group the stored tensor `name` is."""
+    return WEIGHT if name == place.group else name[name.rfind(".") + 1 :]
 
 
 def _filled(target: Fill, indices: tuple[int, ...]) -> Fill:
-    rows = target.rows
-    if target.per_slot and rows is not None:
-        shift = target.per_slot * indices[-1]
+    parameter, rows, part, per_slot = target
+    if per_slot and rows is not None:
+        shift = per_slot * indices[-1]
         rows = (rows[0] + shift, rows[1] + shift)
-    return Fill(parameter=fill(target.parameter, indices), rows=rows, part=target.part)
+    return Fill(fill(parameter, indices), rows, part)
 
 
 def _tail(name: str) -> str:

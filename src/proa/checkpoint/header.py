@@ -6,9 +6,10 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from proa.checkpoint.magic import refuse_foreign_magic
 from proa.checkpoint.strict_json import parse_object
@@ -64,7 +65,7 @@ def read_header(path: Path) -> ShardHeader:
         header = _parsed(head[8:] + file.read(length - 1) if length else b"", path)
     start = 8 + length
     tensors = [_tensor_info(path, name, entry, start) for name, entry in header.items() if name != "__metadata__"]
-    tensors.sort(key=lambda t: (t.offset, t.nbytes))
+    tensors.sort(key=attrgetter("offset", "nbytes"))
     end = _end_of_data(tensors, start)
     headers_only = size == start < end
     if size < end and not headers_only:
@@ -96,11 +97,10 @@ def _parsed(text: bytes, path: Path) -> Mapping[str, Any]:
     return parse_object(text, f"{path.name} (header)")
 
 
-def _tensor_info(path: Path, name: str, entry: object, start: int) -> TensorInfo:
-    if not isinstance(entry, dict) or cast("dict[str, Any]", entry).keys() != _FIELDS:
+def _tensor_info(path: Path, name: str, entry: dict[str, Any], start: int) -> TensorInfo:
+    if type(entry) is not dict or entry.keys() != _FIELDS:
         raise _bad(path, name, "its header entry must have exactly dtype, shape and data_offsets")
-    fields = cast("dict[str, Any]", entry)
-    kind, shape, offsets = fields["dtype"], _naturals(fields["shape"]), _naturals(fields["data_offsets"])
+    kind, shape, offsets = entry["dtype"], _naturals(entry["shape"]), _naturals(entry["data_offsets"])
     dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
     if dtype is None:
         raise CheckpointError(
@@ -116,9 +116,7 @@ def _tensor_info(path: Path, name: str, entry: object, start: int) -> TensorInfo
     if nbytes != span:
         raise _bad(path, name, f"{kind} of shape {list(shape)} has {nbytes} bytes, but its offsets span {span}")
     refuse_huge_empty(path, name, shape)
-    return TensorInfo(
-        name=name, stored_name=name, dtype=dtype, shape=shape, nbytes=nbytes, file=path, offset=start + offsets[0]
-    )
+    return TensorInfo(name, name, dtype, shape, nbytes, path, start + offsets[0])
 
 
 def _bad(path: Path, name: str, what: str) -> CheckpointError:
@@ -153,14 +151,13 @@ def _end_of_data(tensors: list[TensorInfo], start: int) -> int:
     return at
 
 
-def _naturals(value: object) -> tuple[int, ...] | None:
-    if not isinstance(value, list):
+def _naturals(value: list[Any]) -> tuple[int, ...] | None:
+    if type(value) is not list:
         return None
-    items = cast("list[int]", value)
-    for item in items:
+    for item in value:
         if type(item) is not int or item < 0:
             return None
-    return tuple(items)
+    return tuple(value)
 
 
 def _truncated(path: Path, size: int, expected: int) -> CheckpointError:

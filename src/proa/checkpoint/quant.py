@@ -6,7 +6,7 @@ Which weights are quantised is told by the tensors that are there, module by mod
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -72,15 +72,16 @@ _MAX_PATTERN = 256
 _MAX_REPEATS = 4  # of a pattern from a file that nobody vouches for, so that matching stays polynomial of low degree
 
 
-def form_of(members: Mapping[str, DType]) -> Form:
-    """The form that the stored members (name -> type) of a source group point to, also where one is missing."""
+def form_of(members: Collection[str], dtype: DType) -> Form:
+    """The form that the stored members of a source group point to, also where one is missing. `dtype` is that of the
+    one that holds the values, if it is there."""
     if "weight_packed" in members or "weight_shape" in members:
         return Form.INT4
     if "weight_scale_inv" in members:
         return Form.FP8_BLOCK
     if "weight_scale" in members:
         return Form.FP8_SCALED
-    return Form.FP8_BLOCK if members.get("weight") is DType.F8_E4M3 else Form.PLAIN
+    return Form.FP8_BLOCK if "weight" in members and dtype is DType.F8_E4M3 else Form.PLAIN
 
 
 def member_dtypes(form: Form, member: str) -> frozenset[DType] | None:

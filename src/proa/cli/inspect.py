@@ -165,14 +165,15 @@ def _is_part(mixer: AttentionSpec | MLASpec, rotated: int) -> bool:
 
 def _ffn_lines(ffn: FFNSpec | MoESpec) -> Iterator[str]:
     if isinstance(ffn, FFNSpec):
-        yield f"gated MLP {ffn.width}"
+        yield f"gated MLP {ffn.width}{ffn.activation.note}"
         return
     router = ffn.router
-    yield f"{ffn.num_experts} experts {ffn.width}, {ffn.top_k} per token"
+    listed = ", listed by token" if router.table is not None else ""
+    yield f"{ffn.num_experts} experts {ffn.width}, {ffn.top_k} per token{listed}{ffn.activation.note}"
     groups = f", {router.top_groups} of {router.num_groups} groups" if router.num_groups > 1 else ""
     bias = ", correction bias" if router.has_bias else ""
     scale = f", scale {router.scale:g}" if router.scale != 1 else ""
     yield f"  router {router.score.value}{bias}{groups}{', renormalised' if router.renormalise else ''}{scale}"
     if (shared := ffn.shared) is not None:
         gated = ", gated per token" if shared.is_gated else ""
-        yield f"  {shared.count} shared {shared.width}{gated}"
+        yield f"  {shared.count} shared {shared.width}{gated}{shared.activation.note}"

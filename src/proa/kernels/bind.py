@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
-from proa.arch.blocks import IndexerSpec, QueryScale, RouterSpec
+from proa.arch.blocks import ActivationSpec, IndexerSpec, QueryScale, RouterSpec
 from proa.arch.delta_blocks import DeltaSpec
 from proa.errors import KernelUnavailable
 from proa.kernels import backends
@@ -235,9 +235,9 @@ class KernelSet:
         self.calls["scale_queries", self._dense.name] += 1
         return self._dense.scale_queries(queries, positions, spec)
 
-    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
+    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed, activation: ActivationSpec) -> torch.Tensor:
         self.calls["ffn", self._dense.name] += 1
-        return self._dense.ffn(x, gate_up, down)
+        return self._dense.ffn(x, gate_up, down, activation)
 
     # Latent attention
 
@@ -319,8 +319,8 @@ class KernelSet:
 
     # Experts
 
-    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedRouter:
-        return self._moe.pack_router(weight, bias)
+    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor | None) -> PackedRouter:
+        return self._moe.pack_router(weight, bias, table)
 
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
         self.calls["pack_experts", self._moe.name] += 1
@@ -343,9 +343,10 @@ class KernelSet:
         shared: Sequence[int],
         shared_weight: float,
         gate: torch.Tensor | None,
+        token_ids: torch.Tensor,
     ) -> Routed:
         self.calls["route", self._moe.name] += 1
-        return self._moe.route(x, router, spec, top_k, shared, shared_weight, gate)
+        return self._moe.route(x, router, spec, top_k, shared, shared_weight, gate, token_ids)
 
     def experts(
         self,
@@ -356,9 +357,10 @@ class KernelSet:
         scale: float,
         shared: torch.Tensor | None,
         gate: torch.Tensor | None,
+        activation: ActivationSpec,
     ) -> torch.Tensor:
         self.calls["experts", self._moe.name] += 1
-        return self._moe.experts(x, routed, packed, scale=scale, shared=shared, gate=gate)
+        return self._moe.experts(x, routed, packed, scale=scale, shared=shared, gate=gate, activation=activation)
 
     def record(self, capacity: int, forward: Callable[[], object]) -> Program | None:
         """What `forward` asks of these kernels, over `capacity` rows, as one program; None where one op or more cannot

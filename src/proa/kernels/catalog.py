@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
+from proa.arch.layout import ScaleOn
 from proa.conditions import Blocked, Condition, FactView, Source
 from proa.kernels.delta_catalog import DELTA_KERNELS, DELTA_OPS
 from proa.kernels.kernel_info import (
@@ -45,6 +46,9 @@ MAX_HEAD = 256  # elements of a head that native attention keeps on its stack
 MAX_RANK = 512  # elements of a latent row that native attention keeps on its stack
 NATIVE_MIXERS = frozenset({"gqa", "mla", "indexer", "whole q/k norm", "interleaved rope", "no rope", "query scale"})
 """What native attention covers, in the words of plan/shapes.py: mixer_words. Any other word of a model rules it out."""
+SCALES_SUM = frozenset({"triton"})
+"""Backends whose experts kernel multiplies the sum by the router's scale (Triton's reduction does). To others weights
+come scaled: a shared slot then weighs 1, and has the bits of an MLP of its own."""
 MAX_GROUPS = 64  # of experts, that native routing keeps on its stack
 
 
@@ -207,6 +211,7 @@ CATALOG = (
             exact=backend == NATIVE,
             rank=rank,
             has_slots=op == MOE and backend in (NATIVE, REFERENCE),
+            scale_on=ScaleOn.OUTPUT if op == MOE and backend in SCALES_SUM else ScaleOn.WEIGHTS,
         )
         for op in _DENSE_OPS
         for rank, (backend, needs, requires) in enumerate(_backends(op))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from proa.arch.layout import ScaleOn
 from proa.conditions import Blocked, Blocks, Condition, FactView, Source
 from proa.units import Phase
 
@@ -16,8 +17,8 @@ NATIVE = "native"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelInfo:
     """`exact`: a row's result depends on nothing else in the batch, the chunk or the verified rows. Lower `rank` is
-    preferred. `needs` is the requirement in words. `has_slots`: an experts kernel runs shared experts as slots beside
-    the routed ones."""
+    preferred. `needs` is the requirement in words. Of an experts kernel: `has_slots`, it runs shared experts as slots
+    beside the routed ones; `scale_on`, where it wants the router's scale."""
 
     op: str
     backend: str
@@ -26,6 +27,7 @@ class KernelInfo:
     exact: bool
     rank: int
     has_slots: bool = False
+    scale_on: ScaleOn = ScaleOn.WEIGHTS
 
 
 def phase_op(op: str, phase: Phase) -> str:

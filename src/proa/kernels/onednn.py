@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from proa.arch.blocks import QueryScale
+from proa.arch.blocks import SILU, ActivationSpec, QueryScale
 from proa.errors import KernelUnavailable
 from proa.kernels.catalog import ONEDNN
-from proa.kernels.reference.misc import ReferenceDense
+from proa.kernels.reference.misc import ReferenceDense, activate
 from proa.kernels.seam import Codes, Packed, RopeRows
 from proa.units import DType
 
@@ -59,9 +58,9 @@ class OnednnDense:
     def logits(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         return self.matmul(x, packed).float()
 
-    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
+    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed, activation: ActivationSpec = SILU) -> torch.Tensor:
         gate, up = self.matmul(x, gate_up).chunk(2, dim=-1)
-        return self.matmul(F.silu(gate) * up, down)
+        return self.matmul(activate(gate, up, activation), down)
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return self._plain.gate(x, gate)

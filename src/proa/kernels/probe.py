@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from proa.arch.blocks import QueryScale
+from proa.arch.blocks import SILU, ActivationSpec, QueryScale
 from proa.errors import KernelUnavailable
 from proa.kernels.apart import judge_apart
 from proa.kernels.caps import UNTESTED, DeviceCaps
@@ -197,8 +197,9 @@ def _results(library: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
     yield "add_norm", made[0], made[1]
     gate_up, down = (values(96, 48) / 7).to(dtype), (values(48, 48) / 7).to(dtype)
     x = values(9, 48).to(dtype)
-    made = [ops.ffn(x, ops.pack(gate_up, None), ops.pack(down, None)) for ops in (native, reference)]
-    yield "ffn", made[0], made[1]
+    for activation in (SILU, ActivationSpec(limit=0.5)):
+        made = [ops.ffn(x, ops.pack(gate_up, None), ops.pack(down, None), activation) for ops in (native, reference)]
+        yield f"ffn{activation.note}", made[0], made[1]
     gate = values(9, 64).to(dtype)[:, 8:56]
     yield "gate", native.gate(x, gate), reference.gate(x, gate)
     heads, positions = values(3, 4, 16).to(dtype), torch.tensor([0, 9, 4000])

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from ctypes import CDLL
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from proa.arch.blocks import GroupScore, IndexerSpec, RopeKind, RopeSpec, RouterSpec, Score
+from proa.arch.blocks import (
+    SILU,
+    ActivationSpec,
+    GroupScore,
+    IndexerSpec,
+    RopeKind,
+    RopeSpec,
+    RouterSpec,
+    Score,
+)
 from proa.kernels.catalog import BLOCK_FORMATS
 from proa.kernels.latent_seam import IndexNorm, LatentKV, LatentShape
 from proa.kernels.native.abi import Form, load_library
@@ -31,7 +41,8 @@ def _values(seed: int) -> Callable[..., torch.Tensor]:
 
 
 def moe_results(library: Path, dtype: torch.dtype) -> Results:
-    """(op, native, reference): both ways to score with and without groups, and experts beside shared ones."""
+    """(op, native, reference): each way to score, with and without groups and by a table, and experts beside shared
+    ones, without a limit and with one."""
     values, loaded = _values(0), load_library(library)
     native, reference = NativeMoE(loaded, Direct(loaded)), ReferenceMoE()
     weight, bias, gate = (values(24, 48) / 4).to(dtype), values(24) / 8, (values(1, 48) / 7).to(dtype)
@@ -43,8 +54,16 @@ def moe_results(library: Path, dtype: torch.dtype) -> Results:
         ]
         yield f"choice by {spec.score.value}", chosen[0].slots, chosen[1].slots
         yield f"weights by {spec.score.value}", chosen[0].weights, chosen[1].weights
+    listed, tokens = (torch.arange(21) * 5 % 24).view(7, 3), torch.arange(13) * 3 % 7
+    by_table = replace(spec, has_bias=False, table=len(listed))
+    chosen = [
+        ops.route(x, ops.pack_router(weight, None, listed), by_table, 3, (24, 25), 0.5, gate, tokens)
+        for ops in (native, reference)
+    ]
+    yield "experts by a table", chosen[0].slots, chosen[1].slots
+    yield "weights by a table", chosen[0].weights, chosen[1].weights
     gate_up, down = (values(26, 64, 48) / 7).to(dtype), (values(26, 48, 32) / 6).to(dtype)
-    for rows in (1, 13):
+    for rows, activation in ((1, SILU), (13, SILU), (13, ActivationSpec(limit=0.5))):
         made = [
             ops.experts(
                 x[:rows],
@@ -53,10 +72,11 @@ def moe_results(library: Path, dtype: torch.dtype) -> Results:
                 scale=1.5,
                 shared=shared[:rows],
                 gate=gate,
+                activation=activation,
             )
             for ops in (native, reference)
         ]
-        yield f"experts of {rows} rows", made[0], made[1]
+        yield f"experts of {rows} rows{activation.note}", made[0], made[1]
     if loaded.proa_row_bytes(Form.Q8_0, 32):  # 0 where this processor's library has no quantised products
         yield from _block_results(loaded, dtype)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from proa.arch.blocks import QueryScale, RouterSpec
+from proa.arch.blocks import SILU, ActivationSpec, QueryScale, RouterSpec
 from proa.units import DType, Phase
 
 
@@ -118,10 +118,18 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRouter:
-    """A router [E, D] and its correction bias [E] float32 (None: none) as the backend that made it wants them."""
+    """A router [E, D] and its correction bias [E] float32 (None: none) as the backend that made it wants them, and
+    the experts of each token id, [ids, k] int64, where they are not chosen."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    table: torch.Tensor | None = None
+
+    def ids(self, token_ids: torch.Tensor | None) -> torch.Tensor:
+        """The rows of the table that are wanted. TypeError for a batch that has none."""
+        if token_ids is None:
+            raise TypeError("a router with a table of experts was given no token ids")
+        return token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +248,8 @@ class DenseOps(Protocol):
         """A matrix [rows, in] for `lookup` only: it is never multiplied with."""
         ...
 
-    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
-        """down(silu(gate) * up): x [T, D] -> [T, D]."""
+    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed, activation: ActivationSpec = SILU) -> torch.Tensor:
+        """down(activation(gate, up)): x [T, D] -> [T, D]."""
         ...
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -267,8 +275,11 @@ class MoEOps(Protocol):
 
     name: str
 
-    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedRouter:
-        """Arrange a router's weight [E, D] (compute dtype) and bias [E] (float32)."""
+    def pack_router(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor | None = None
+    ) -> PackedRouter:
+        """Arrange a router's weight [E, D] (compute dtype) and bias [E] (float32). `table` [ids, k] int64 stays as it
+        is."""
         ...
 
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
@@ -293,11 +304,13 @@ class MoEOps(Protocol):
         shared: Sequence[int],
         shared_weight: float,
         gate: torch.Tensor | None,
+        token_ids: torch.Tensor | None = None,
     ) -> Routed:
         """The experts of x [T, D]: scores in float32, choice and weights as arch/blocks.py: RouterSpec says.
 
         The slots of `shared` follow with weight `shared_weight`, or with sigmoid(x . gate) where `gate` [1, D] is
-        given. Weights are not scaled where `spec.scale` is 1: the plan's layout says where the scale is applied.
+        given. Weights are not scaled where `spec.scale` is 1: the plan's layout says where the scale is applied. A
+        router with a table takes the experts of `token_ids` [T] int64 in the table's order; TypeError without them.
         """
         ...
 
@@ -310,8 +323,10 @@ class MoEOps(Protocol):
         scale: float,
         shared: torch.Tensor | None,
         gate: torch.Tensor | None,
+        activation: ActivationSpec = SILU,
     ) -> torch.Tensor:
-        """The sum over the row's slots of weight * down(silu(gate(x)) * up(x)), times `scale`, plus the shared experts.
+        """The sum over the row's slots of weight * down(activation(gate(x), up(x))), times `scale`, plus the shared
+        experts.
 
         x [T, D] -> [T, D] in x's dtype. Products as in DenseOps.ffn; weights and sums in float32, in the order of
         `routed`. `shared` [T, D] enters as it is, or times sigmoid(x . gate) for `gate` [1, D].

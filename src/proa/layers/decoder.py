@@ -46,7 +46,7 @@ class DecoderLayer(nn.Module):
         self.ffn_norm = RMSNorm(ctx.child("ffn_norm"), spec.norm)
         match spec.ffn:
             case FFNSpec():
-                self.ffn = FFN(ctx.child("ffn"))
+                self.ffn = FFN(ctx.child("ffn"), spec.ffn.activation)
             case MoESpec():
                 self.ffn = MoE(ctx.child("ffn"), spec.ffn, layout.moe_of(spec.index))
 
@@ -62,7 +62,7 @@ class DecoderLayer(nn.Module):
         """Advance `residual` in place past the attention; return the MLP's output, still to be added, and the selection
         of earlier rows for the layers that follow."""
         attended, chosen = self.attn(self.attn_norm(residual, delta), batch, ropes, kv, chosen)
-        return self.ffn(self.ffn_norm(residual, attended)), chosen
+        return self.ffn(self.ffn_norm(residual, attended), batch.token_ids), chosen
 
 
 class Decoder(nn.Module):

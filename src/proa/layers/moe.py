@@ -17,17 +17,18 @@ from proa.layers.linear import kept
 
 
 class Router(Layer):
-    """A weight [E, D] and, for the choice only, a correction bias [E] float32."""
+    """A weight [E, D], and a correction bias [E] float32 of the choice, or in its place a table of each token's experts
+    [V, k] int64."""
 
     packed: PackedRouter
 
     def __init__(self, ctx: BuildContext) -> None:
         super().__init__()
         self.weight = ctx.parameter("weight")
-        self.bias = ctx.optional("bias")
+        self.bias, self.table = ctx.optional("bias"), ctx.optional("table")
 
     def finish(self, kernels: KernelSet) -> None:
-        self.packed = kernels.pack_router(self.weight, self.bias)
+        self.packed = kernels.pack_router(self.weight, self.bias, self.table)
         self.weight = kept(self.weight, self.packed.weight)
 
     def held(self) -> Iterable[tuple[torch.Tensor, int]]:
@@ -36,6 +37,8 @@ class Router(Layer):
         for packed in (self.packed.weight, self.packed.bias):
             if packed is not None:
                 yield packed, packed.nbytes // len(packed) * experts
+        if self.packed.table is not None:
+            yield self.packed.table, self.packed.table.nbytes
 
 
 class Experts(Layer):
@@ -71,14 +74,16 @@ class Experts(Layer):
 
 
 class MoE(Layer):
-    """Normed rows [T, D] -> the weighted sum of each row's experts, shared ones included, [T, D]."""
+    """Normed rows [T, D], and their tokens [T] -> the weighted sum of each row's experts, shared ones included,
+    [T, D]."""
 
     def __init__(self, ctx: BuildContext, spec: MoESpec, layout: MoELayout) -> None:
         super().__init__()
         self.router = Router(ctx.child("router"))
         self.experts = Experts(ctx.child("experts"))
         shared = spec.shared
-        self.shared = FFN(ctx.child("shared")) if shared is not None and not layout.is_fused else None
+        apart = None if layout.is_fused else shared
+        self.shared = None if apart is None else FFN(ctx.child("shared"), apart.activation)
         self.shared_gate = Weight(ctx.child("shared_gate")) if shared is not None and shared.is_gated else None
         self.shared_slots = layout.shared_slots
         self._has_slot_gate = layout.is_fused and layout.shared_weight is SharedWeight.TOKEN_GATE
@@ -86,20 +91,35 @@ class MoE(Layer):
         on_output = layout.scale_on is ScaleOn.OUTPUT
         self._choice = replace(spec.router, scale=1.0) if on_output else spec.router
         self._scale = spec.router.scale if on_output else 1.0
-        self._top_k = spec.top_k
+        self._top_k, self._activation = spec.top_k, spec.activation
         self._kernels, self._mesh = ctx.kernels, ctx.mesh
 
     def finish(self, kernels: KernelSet) -> None:
         """Its parts do that."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         gate = None if self.shared_gate is None else self.shared_gate.weight
         slot_gate = gate if self._has_slot_gate else None
         routed = self._kernels.route(
-            x, self.router.packed, self._choice, self._top_k, self.shared_slots, self._slot_weight, slot_gate
+            x,
+            self.router.packed,
+            self._choice,
+            self._top_k,
+            self.shared_slots,
+            self._slot_weight,
+            slot_gate,
+            token_ids,
         )
         shared, shared_gate = (None, None) if self.shared is None else (self.shared.share(x), gate)
-        out = self._kernels.experts(x, routed, self.experts.packed, scale=self._scale, shared=shared, gate=shared_gate)
+        out = self._kernels.experts(
+            x,
+            routed,
+            self.experts.packed,
+            scale=self._scale,
+            shared=shared,
+            gate=shared_gate,
+            activation=self._activation,
+        )
         return self._mesh.sum(out)
 
 

@@ -141,6 +141,10 @@ def _read(groups: Iterable[Group], ledger: LoadLedger, advance: Advance) -> Iter
         with MappedFile(path) as file:
             coming, expected = iter(members), 0
             for group in members:
+                while expected < READ_AHEAD and (ahead := next(coming, None)) is not None:
+                    file.expect(ahead.values)
+                    expected += ahead.values.nbytes
+                expected -= group.values.nbytes
                 reader = group_reader(group, file, ledger.fp8_block, is_raw=_is_raw(group, ledger))
                 yield group, reader.chunks(CHUNK_ELEMENTS)
                 advance(group.nbytes)

@@ -17,6 +17,7 @@ from proa.loading.apply import load_weights
 from proa.loading.ledger import LoadLedger
 from proa.loading.progress import Progress
 from proa.loading.self_check import check_fused_layers
+from proa.loading.tables import bounds, check_tables
 from proa.plan.planned import Planned
 
 
@@ -54,7 +55,8 @@ def build(
     """Load one runner. Refuses (WeightError, exit 3) before reading any data when headers show that it cannot fit.
 
     `library` is the compiled file of the native kernels, where the plan names them; `target` is the built model that a
-    draft may borrow modules of. A model whose fused experts do not compute what the checkpoint means is refused, too.
+    draft may borrow modules of. A model whose fused experts do not compute what the checkpoint means is refused, too,
+    and one whose tables name experts that there are not.
     """
     ledger = LoadLedger(planned)
     ledger.refuse_forms()
@@ -62,8 +64,10 @@ def build(
     require_data(planned.checkpoint)
     model = construct(planned, library, target, plugins)
     finishing = Finishing(model, model.kernels, planned.parameters)
+    tables = {name: finishing.parameters[name] for name in bounds(planned)}
     load_weights(finishing.parameters, ledger, progress, finishing.filled)
     ledger.close()
+    check_tables(planned, tables)
     finishing.rest()
     check_fused_layers(planned, model)
     return BuiltModel(model=model, ledger=ledger)

@@ -25,12 +25,12 @@ class Group:
 
     @property
     def form(self) -> Form:
-        return form_of({member: info.dtype for member, info in self.members.items()})
+        return form_of(self.members, self.values.dtype)
 
     @property
     def values(self) -> TensorInfo:
-        """The member that holds the elements."""
-        return self.members.get(WEIGHT) or self.members["weight_packed"]
+        """The member that holds the elements; any other where that is missing."""
+        return self.members.get(WEIGHT) or self.members.get("weight_packed") or next(iter(self.members.values()))
 
     @property
     def nbytes(self) -> int:

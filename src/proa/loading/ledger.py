@@ -23,6 +23,7 @@ from proa.arch.weights import (
     Tied,
     Unknown,
     as_template,
+    member_of,
 )
 from proa.checkpoint.quant import Form
 from proa.checkpoint.types import Checkpoint, TensorInfo
@@ -76,20 +77,17 @@ class LoadLedger:
         self._parameters = dict(planned.parameters)
         self._expected = planned.names.expected()
         self.entries: dict[str, Entry] = {}
-        self._unplaced: list[Entry] = []
         self.elsewhere: set[str] = set()
         members: dict[str, dict[str, TensorInfo]] = {}
-        for info in planned.checkpoint.tensors.values():
-            claim = planned.names.claim(info.name)
+        for name, info in planned.checkpoint.tensors.items():
+            claim = planned.names.claim(name)
+            if isinstance(claim, Elsewhere):
+                self.elsewhere.add(name)
+                continue
+            self.entries[name] = Entry(info, claim, _state(claim))
             if isinstance(claim, Place):
-                state = TensorState.FUSED if claim.is_shared_slot else TensorState.PLACED
-                self.entries[info.name] = Entry(info, claim, state)
-                members.setdefault(claim.group, {})[claim.member] = info
-            elif isinstance(claim, Elsewhere):
-                self.elsewhere.add(info.name)
-            else:
-                entry = self.entries[info.name] = Entry(info, claim, _state(claim))
-                self._unplaced.append(entry)
+                members.setdefault(claim.group, {})[member_of(claim, name)] = info
+        self._unplaced = [entry for entry in self.entries.values() if not isinstance(entry.claim, Place)]
         self.groups = {name: Group(place=self._expected[name], members=found) for name, found in members.items()}
         self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._parameters}
         self._compared: set[str] = set()
@@ -134,7 +132,7 @@ class LoadLedger:
 
     def _wrong_entries(self) -> Iterator[Finding]:
         plain = list(self._plain())
-        types = PlainTypes(plain, self._checkpoint.form)
+        types = PlainTypes(plain, self._checkpoint.form, self._names.integers)
         for info, claim, _ in self._unplaced:
             match claim:
                 case Unknown():
@@ -360,7 +358,7 @@ def _family(info: TensorInfo, claim: _Said) -> tuple[str, ...]:
     """Equal for tensors of one template that fill the same parameters."""
     match claim:
         case Place():
-            return claim.template, claim.member, claim.fills[0].parameter
+            return claim.template, member_of(claim, info.name), claim.fills[0].parameter
         case Tied() | Borrowed():
             return claim.template, claim.parameter
         case LeftOut():
@@ -372,7 +370,8 @@ def _family(info: TensorInfo, claim: _Said) -> tuple[str, ...]:
 def _outline(info: TensorInfo, claim: _Said) -> tuple[str, tuple[str, ...]]:
     """The tensor's own template, and the parameters that it fills or is a copy of."""
     match claim:
-        case Place(template=template, member=member, fills=fills):
+        case Place(template=template, fills=fills):
+            member = member_of(claim, info.name)
             own = template if member == WEIGHT else f"{template.rpartition('.')[0]}.{member}"
             return own, tuple(target.parameter for target in fills)
         case Tied(parameter=parameter, template=template) | Borrowed(parameter=parameter, template=template):

@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from proa.arch.blocks import GroupScore, MoESpec, RouterSpec, Score
+from proa.arch.blocks import SILU, ActivationSpec, GroupScore, MoESpec, RouterSpec, Score
 from proa.arch.decoder import LayerSpec
 from proa.arch.layout import MoELayout
 from proa.arch.weights import Fill, NameMap, Place
@@ -32,6 +32,7 @@ _MIN_MARGIN = 2e-3  # between chosen and passed-over experts, of the spread of s
 _CANDIDATES = 24
 _GATE_LOGIT = 0.7
 _SEED = 20
+_TOKEN = 0  # whose experts a table lists
 
 
 def check_fused_layers(planned: Planned, model: Decoder) -> None:
@@ -58,7 +59,8 @@ def _check(planned: Planned, model: Decoder, layer: LayerSpec, separate: _Separa
         raise _error(planned, layer, "no vector was found on which they could be checked", sample)
     block, like = cast("DecoderLayer", model.layers[str(layer.index)]), model.norm.weight
     with torch.no_grad():
-        out = block.ffn(sample.x[None].to(like.device, torch_dtype(dtype)))[0].to("cpu", torch.float64)
+        x, token = sample.x[None].to(like.device, torch_dtype(dtype)), torch.tensor([_TOKEN], device=like.device)
+        out = block.ffn(x, token)[0].to("cpu", torch.float64)
     error = float((out - sample.out).norm() / sample.out.norm().clamp_min(1e-30))
     limit = _tolerance(planned, layer)
     if not error <= limit:
@@ -129,6 +131,9 @@ class _Separate:
         self._bias = self._rows("router.bias", 0, spec.num_experts).to(torch.float64) if spec.router.has_bias else None
         self._gate_up = self._rows("shared.gate_up.weight", 0, 2 * count)
         self._down = self._rows("shared.down.weight", 0, self._router.shape[1])
+        has_table = spec.router.table is not None
+        self._listed = self._rows("router.table", _TOKEN, _TOKEN + 1)[0].long() if has_table else None
+        self._activation = SILU if spec.shared is None else spec.shared.activation
         is_gated = spec.shared is not None and spec.shared.is_gated
         self._gate = self._rows("shared_gate.weight", 0, 1)[0].to(torch.float64) if is_gated else None
 
@@ -147,8 +152,9 @@ class _Separate:
             yield x
 
     def sample(self, x: torch.Tensor) -> _Sample:
-        chosen, weights, margin = routed(self._router @ x, self._bias, self._spec.router, self._spec.top_k)
-        shared = _mlp(x, self._gate_up, self._down)
+        logits, spec = self._router @ x, self._spec
+        chosen, weights, margin = routed(logits, self._bias, spec.router, spec.top_k, self._listed)
+        shared = _mlp(x, self._gate_up, self._down, self._activation)
         if self._gate is not None:
             shared = shared * torch.sigmoid(self._gate @ x)
         out = shared + sum(weight * self._expert(x, int(slot)) for slot, weight in zip(chosen, weights, strict=True))
@@ -158,7 +164,8 @@ class _Separate:
     def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         both, hidden = 2 * self._spec.width, len(x)
         gate_up = self._rows("experts.gate_up", expert * both, (expert + 1) * both)
-        return _mlp(x, gate_up, self._rows("experts.down", expert * hidden, (expert + 1) * hidden))
+        down = self._rows("experts.down", expert * hidden, (expert + 1) * hidden)
+        return _mlp(x, gate_up, down, self._spec.activation)
 
     def _rows(self, parameter: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of a parameter of the separate form, in float32."""
@@ -177,9 +184,9 @@ class _Separate:
         row += part.rows[0] if part is not None and part.rows is not None else 0
         with MappedFile(group.values.file) as file:
             values = group_reader(group, file, self._block, is_raw=False).rows(row, row + count).clone()
-        is_vector = values.ndim == 1  # a correction bias: kept as it is stored
+        is_as_stored = values.ndim == 1 or not values.is_floating_point()  # a correction bias, a table
         columns = slice(*part.columns) if part is not None and part.columns is not None else slice(None)
-        return values if is_vector else values[:, columns].to(self._dtype)
+        return values if is_as_stored else values[:, columns].to(self._dtype)
 
 
 def _places(planned: Planned, layer: LayerSpec) -> dict[str, list[tuple[Place, Fill]]]:
@@ -196,10 +203,10 @@ def _places(planned: Planned, layer: LayerSpec) -> dict[str, list[tuple[Place, F
 
 
 def routed(
-    logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec, top_k: int
+    logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec, top_k: int, listed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The chosen experts of one row, their weights, and the least gap between what was chosen and what was not, as a
-    part of the spread of scores (arch/blocks.py: RouterSpec says what is computed)."""
+    """The chosen experts of one row, or those of its token's table, their weights, and the least gap between what was
+    chosen and what was not, as a part of the spread of scores (arch/blocks.py: RouterSpec says what is computed)."""
     match spec.score:
         case Score.SOFTMAX:
             scores = logits.softmax(0)
@@ -207,6 +214,16 @@ def routed(
             scores = logits.sigmoid()
         case Score.SQRT_SOFTPLUS:
             scores = torch.nn.functional.softplus(logits).sqrt()
+    chosen, clear = (listed, inf) if listed is not None else _choice(scores, bias, spec, top_k)
+    weights = scores[chosen]
+    if spec.renormalise:
+        weights = weights / weights.sum()
+    return chosen, weights * spec.scale, clear
+
+
+def _choice(
+    scores: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec, top_k: int
+) -> tuple[torch.Tensor, float]:
     choice = scores if bias is None else scores + bias
     spread, margin = float(choice.max() - choice.min()), inf
     if spec.group_score is not GroupScore.NONE and spec.num_groups > 1:
@@ -217,11 +234,7 @@ def routed(
         masked[kept] = groups[kept]
         choice = masked.flatten()
     chosen, gap = _first(choice, top_k)
-    weights = scores[chosen]
-    if spec.renormalise:
-        weights = weights / weights.sum()
-    clear = min(margin, gap) / spread if spread else inf  # all alike: the lowest indices, whatever is rounded
-    return chosen, weights * spec.scale, clear
+    return chosen, min(margin, gap) / spread if spread else inf  # all alike: the lowest indices, whatever is rounded
 
 
 def _first(values: torch.Tensor, count: int) -> tuple[torch.Tensor, float]:
@@ -231,8 +244,10 @@ def _first(values: torch.Tensor, count: int) -> tuple[torch.Tensor, float]:
     return order.indices[:count], gap
 
 
-def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: ActivationSpec) -> torch.Tensor:
     gate, up = (gate_up @ x.to(torch.float32)).to(torch.float64).chunk(2)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     return (down @ (gate * gate.sigmoid() * up).to(torch.float32)).to(torch.float64)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from proa.checkpoint.types import TensorInfo
 from proa.units import DType
 
 FLOATS = frozenset({DType.F32, DType.F16, DType.BF16})
+IDS = (DType.I64, DType.I32)
 _HALVES = frozenset({DType.F16, DType.BF16})
 _GGUF = tuple(dtype for dtype in DType if dtype.is_block or dtype in FLOATS)
 
@@ -20,11 +21,13 @@ class PlainTypes:
     of its template's other layers and experts, or, where it stands alone (embedding, head, last norm), that of most
     other templates of matrices or vectors; a lone one may also be kept in float32 among halves, which loses nothing. A
     type that differs from all of these was changed by accident: bits that were written as one type and are read as
-    another.
+    another. Tensors of the templates `integers` hold ids.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, TensorInfo]], form: str) -> None:
-        self._is_gguf = form == "gguf"
+    def __init__(
+        self, tensors: Iterable[tuple[str, TensorInfo]], form: str, integers: Collection[str] = frozenset()
+    ) -> None:
+        self._is_gguf, self._integers = form == "gguf", integers
         self._templates: dict[str, Counter[DType]] = defaultdict(Counter)
         is_matrix: dict[str, bool] = {}
         for template, info in tensors:
@@ -39,6 +42,8 @@ class PlainTypes:
 
     def of(self, template: str, info: TensorInfo) -> tuple[DType, ...]:
         """The types that `info` may have."""
+        if template in self._integers:
+            return IDS
         if self._is_gguf:
             return _GGUF
         key = (template, _is_matrix(info))

@@ -5,6 +5,7 @@ No plan of another runner is in here, so no rule can read one. Nothing below the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from typing import Any
 
 from proa.arch.decoder import DecoderSpec, DraftSpec
 from proa.arch.family import Family, Weights
+from proa.arch.weights import WeightRule
 from proa.checkpoint.quant import Form, QuantSpec
 from proa.checkpoint.types import Checkpoint
 from proa.conditions import Facts
@@ -21,8 +23,8 @@ from proa.kernels.plugins import KernelPlugin
 from proa.kernels.rollback import RollbackCosts
 from proa.kernels.verdicts import PASSED
 from proa.plan.shapes import delta_kinds, delta_sizes, expert_sizes, latent_sizes, mixer_words, router_groups, widths
-from proa.plan.stored import Found, Group, format_of
-from proa.units import Numerics, Role
+from proa.plan.stored import Found, format_of
+from proa.units import DType, Numerics, Role
 
 HEAD = "head.weight"
 DEQUANTISED = frozenset({Form.FP8_BLOCK})
@@ -105,7 +107,7 @@ def _model_facts(ctx: RunnerContext) -> dict[str, Any]:
     return {
         **_stored_facts(ctx),
         "checkpoint.form": ctx.checkpoint.form,
-        "checkpoint.has_head": any(HEAD in group.parameters for group in ctx.found.groups),
+        "checkpoint.has_head": any(_fills(group.rule, HEAD) for group in ctx.found.groups),
         "checkpoint.quant": None if ctx.quant is None else ctx.quant.method,
         "spec.tied_head": ctx.spec.tied_head,
         "spec.borrows": [module.value for module in ctx.spec.borrows],
@@ -127,29 +129,30 @@ def _model_facts(ctx: RunnerContext) -> dict[str, Any]:
     }
 
 
+def _fills(rule: WeightRule, parameter: str) -> bool:
+    return any(target.parameter == parameter for target in rule.fills)
+
+
 def _stored_facts(ctx: RunnerContext) -> dict[str, Any]:
     """Of the runner's own tensors: bytes and number by element type, number by quantised format, and those formats that
-    loading cannot read. Scales do not count: they are no values of the model."""
-    nbytes, counts, formats, unread = dict[str, int](), dict[str, int](), dict[str, int](), set[str]()
+    loading cannot read. Scales and ids do not count: they are no values of the model."""
+    sizes: dict[tuple[Form, DType], list[int]] = {}
     for group in ctx.found.groups:
-        word = group.main.dtype.value
-        nbytes[word] = nbytes.get(word, 0) + group.main.nbytes
-        counts[word] = counts.get(word, 0) + 1
-        if is_quantised(group):
-            kind = format_of(group, ctx.quant)
-            formats[kind] = formats.get(kind, 0) + 1
-            unread |= {kind} if group.form not in DEQUANTISED else set()
+        if not group.rule.is_integer:
+            sizes.setdefault((group.form, group.main.dtype), []).append(group.main.nbytes)
+    nbytes, counts, formats, unread = Counter[str](), Counter[str](), Counter[str](), set[str]()
+    for (form, dtype), each in sizes.items():
+        nbytes[dtype.value] += sum(each)
+        counts[dtype.value] += len(each)
+        if form is not Form.PLAIN:  # GGUF blocks carry their scales, and are element types
+            formats[kind := format_of(form, dtype, ctx.quant)] += len(each)
+            unread |= {kind} if form not in DEQUANTISED else set()
     return {
         "stored.bytes": dict(_falling(nbytes)),
         "stored.tensors": dict(_falling(counts)),
         "stored.formats": dict(_falling(formats)),
         "stored.unread": sorted(unread),
     }
-
-
-def is_quantised(group: Group) -> bool:
-    """Values exist only with the scales beside them. GGUF blocks carry theirs, and are element types."""
-    return group.form is not Form.PLAIN
 
 
 def _falling(counts: Mapping[str, int]) -> Iterator[tuple[str, int]]:

@@ -27,13 +27,15 @@ def weights_bytes(parameters: Mapping[str, ParameterInfo], plan: RunnerPlan) -> 
 
 
 def step_bytes(spec: DecoderSpec, parameters: Mapping[str, ParameterInfo], plan: RunnerPlan) -> int:
-    """Of the weights that a step of one row reads: of experts the routed ones, of a table of its own one row."""
+    """Of the weights that a step of one row reads: of experts the routed ones, of tables one row."""
     sizes = {name: _packed_bytes(info, plan.dtype.value) for name, info in parameters.items()}
     for layer in spec.layers:
         if isinstance(layer.ffn, MoESpec):
             unread = layer.ffn.num_experts - layer.ffn.top_k
             for name in (f"layers.{layer.index}.ffn.{part}" for part in EXPERT_STACKS):
                 sizes[name] -= sizes[name] // parameters[name].shape[0] * unread
+            if layer.ffn.router.table is not None:
+                sizes[f"layers.{layer.index}.ffn.router.table"] //= layer.ffn.router.table
     if plan.head.value != "tied" and EMBEDDING in sizes:
         sizes[EMBEDDING] //= spec.vocab
     return sum(sizes.values())

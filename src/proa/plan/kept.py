@@ -48,11 +48,14 @@ class Kept:
 def kept_forms(ctx: RunnerContext, layout: WeightLayout) -> Kept:
     """Linear maps and experts all of whose stored parts have one form that kernels compute on, in a layout that keeps
     none yet."""
+    parts = {
+        (target.parameter, group.indices[: target.parameter.count("#")], _kept_form(group))
+        for group in ctx.found.groups
+        for target in group.rule.fills
+    }
     stored: dict[str, set[DType | None]] = {}
-    for group in ctx.found.groups:
-        form = _kept_form(group)
-        for parameter in group.parameters:
-            stored.setdefault(parameter, set()).add(form)
+    for template, indices, form in parts:
+        stored.setdefault(fill(template, indices), set()).add(form)
     block = None if ctx.quant is None else ctx.quant.block
     broken = frozenset(_broken(ctx, layout, block)) if block is not None else frozenset[str]()
     kept: dict[str, DType] = {}

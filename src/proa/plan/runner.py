@@ -105,7 +105,7 @@ def _allowed(ctx: RunnerContext, names: NameMap, chosen: WeightLayout, globs: It
     Raises WeightError `weights/glob-hides-tensor` for a glob over a tensor that another layout would place: it is in
     use, only not by this plan, and allowing it would hide a wrong layout.
     """
-    others = _other_maps(ctx, chosen) if globs else ()
+    others = _every_map(ctx) if globs else ()
     allowed: dict[str, str] = {}
     for glob in globs:
         for name in ctx.checkpoint.tensors:
@@ -124,13 +124,12 @@ def _allowed(ctx: RunnerContext, names: NameMap, chosen: WeightLayout, globs: It
     return allowed
 
 
-def _other_maps(ctx: RunnerContext, chosen: WeightLayout) -> tuple[NameMap, ...]:
-    """The rules in every other layout: tied or own head, shared experts fused or separate."""
+def _every_map(ctx: RunnerContext) -> tuple[NameMap, ...]:
+    """The rules in every layout: tied or own head, shared experts fused or separate."""
     return tuple(
-        NameMap(ctx.weights(ctx.spec, other))
+        NameMap(ctx.weights(ctx.spec, WeightLayout(tied_head=tied, moe=moe_layout)))
         for tied in (True, False)
         for moe_layout in moe.both_layouts(ctx)
-        if (other := WeightLayout(tied_head=tied, moe=moe_layout)) != replace(chosen, blocks=(), scale_columns=None)
     )
 
 

@@ -6,26 +6,30 @@ other runner's, a vision tower) says nothing about them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from proa.arch.blocks import MoESpec
 from proa.arch.decoder import DecoderSpec
 from proa.arch.family import Weights
 from proa.arch.layout import ExpertFiles, MoELayout, ScaleOn, SharedWeight, WeightLayout
-from proa.arch.weights import COMPANIONS, WEIGHT, Action, WeightRule, as_template, fill
+from proa.arch.weights import COMPANIONS, WEIGHT, Action, WeightRule, as_template
 from proa.checkpoint.quant import Form, QuantSpec, form_of
 from proa.checkpoint.types import TensorInfo
+from proa.units import DType
 
 Indices = tuple[int, ...]
+PACKED = "weight_packed"
+MEMBERS: Mapping[str, str] = MappingProxyType({member: member for member in (WEIGHT, *COMPANIONS)})
 EXPERTS = "layers.#.ffn.experts."
 SHARED = "layers.#.ffn.shared."
 
 
 class Group(NamedTuple):
     """One stored weight: the rule that claims it, its indices, its tensors by member (`weight`, `weight_scale_inv`).
-    `main` is the one that holds the values: the weight itself, or its packed form."""
+    `main` is the one that holds the values: the weight itself, or its packed form. A tuple: there are 70,000."""
 
     rule: WeightRule
     indices: Indices
@@ -33,17 +37,12 @@ class Group(NamedTuple):
     form: Form
     main: TensorInfo
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """What it fills, or is a copy of."""
-        return tuple(fill(target.parameter, self.indices) for target in self.rule.fills)
 
-
-def format_of(group: Group, quant: QuantSpec | None) -> str:
-    """How the values are stored, scales included, in a word: `bfloat16`, `fp8 128x128`, `int4 group 32`."""
-    match group.form:
+def format_of(form: Form, dtype: DType, quant: QuantSpec | None) -> str:
+    """How values of a stored type are kept, scales included, in a word: `bfloat16`, `fp8 128x128`, `int4 group 32`."""
+    match form:
         case Form.PLAIN:
-            return group.main.dtype.value
+            return dtype.value
         case Form.FP8_BLOCK:
             block = None if quant is None else quant.block
             return f"fp8 {block[0]}x{block[1]}" if block else "fp8"
@@ -55,18 +54,22 @@ def format_of(group: Group, quant: QuantSpec | None) -> str:
 
 
 class StoredNames:
-    """The tensors of a checkpoint by template, so that a rule finds its own without a pass over all names."""
+    """The tensors of a checkpoint by module, and modules by template, so that a rule finds its own without a pass over
+    all names. A module's tensors differ in their last component; one that is a number belongs to the module."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
-        self._named: dict[str, dict[Indices, TensorInfo]] = {}
-        modules: dict[str, tuple[str, Indices]] = {}  # names differ mostly in their last component
+        modules: dict[str, dict[str, TensorInfo]] = {}
         for name, info in tensors.items():
-            module, dot, last = name.rpartition(".")
+            module, _, last = name.rpartition(".")
             if last.isdecimal():
-                module, dot, last = name, "", ""
-            if (known := modules.get(module)) is None:
-                known = modules[module] = as_template(module)
-            self._named.setdefault(f"{known[0]}{dot}{last}", {})[known[1]] = info
+                module, last = name, ""
+            if (held := modules.get(module)) is None:
+                held = modules[module] = {}
+            held[last] = info
+        self._modules: dict[str, dict[Indices, dict[str, TensorInfo]]] = {}
+        for module, held in modules.items():
+            template, indices = as_template(module)
+            self._modules.setdefault(template, {})[indices] = held
 
     def groups(self, rules: Iterable[WeightRule]) -> Iterator[Group]:
         """Every source group of these rules of which anything is stored."""
@@ -75,31 +78,43 @@ class StoredNames:
                 yield from self._groups(rule)
 
     def _groups(self, rule: WeightRule) -> Iterator[Group]:
-        found: dict[Indices, dict[str, TensorInfo]] = {}
-        for member, template in _members(rule):
-            for indices, info in self._named.get(template, {}).items():
-                for index, allowed in zip(indices, rule.indices, strict=True):
-                    if index not in allowed:
-                        break
-                else:
-                    found.setdefault(indices, {})[member] = info
-        for indices, members in found.items():
-            main = members.get(WEIGHT) or next(iter(members.values()))
-            form = form_of({member: info.dtype for member, info in members.items()})
-            yield Group(rule, indices, members, form, main)
+        for indices, members in self._found(rule):
+            main = members.get(WEIGHT) or members.get(PACKED) or next(iter(members.values()))
+            yield Group(rule, indices, members, form_of(members, main.dtype), main)
+
+    def _found(self, rule: WeightRule) -> Iterator[tuple[Indices, dict[str, TensorInfo]]]:
+        """What is stored of each source group, by member."""
+        module, last = _split(rule.source)
+        stored = self._modules.get(module, {})
+        names = MEMBERS if rule.is_linear and last == WEIGHT else {last: WEIGHT}
+        is_all = _are_within(stored, rule.indices)
+        for indices, held in stored.items():
+            if is_all or _are_within((indices,), rule.indices):
+                members = held if names is MEMBERS and held.keys() <= MEMBERS.keys() else _named(held, names)
+                if members:
+                    yield indices, members
 
     def layers(self, rule: WeightRule) -> frozenset[int]:
         """First indices under which anything of the rule is stored."""
-        named = (indices for _, template in _members(rule) for indices in self._named.get(template, ()))
-        return frozenset(indices[0] for indices in named if indices and indices[0] in rule.indices[0])
+        return frozenset(indices[0] for indices, _ in self._found(rule))
 
 
-def _members(rule: WeightRule) -> Iterator[tuple[str, str]]:
-    """(member, template) of the tensors that a source group of the rule may have."""
-    yield WEIGHT, rule.source
-    base, _, last = rule.source.rpartition(".")
-    if rule.is_linear and last == WEIGHT:
-        yield from ((member, f"{base}.{member}") for member in COMPANIONS)
+def _split(template: str) -> tuple[str, str]:
+    """Of the module, and of what in it: `a.#.weight` -> (`a.#`, `weight`)."""
+    module, _, last = template.rpartition(".")
+    return (template, "") if last == "#" else (module, last)
+
+
+def _are_within(found: Iterable[Indices], allowed: Sequence[Collection[int]]) -> bool:
+    """Whether each index of all `found` is allowed in its place."""
+    return all(
+        all(index in fit for index in set(column))
+        for column, fit in zip(zip(*found, strict=True), allowed, strict=False)
+    )
+
+
+def _named(held: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
+    return {member: held[last] for last, member in names.items() if last in held}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,23 +153,26 @@ def _expert_files(spec: DecoderSpec, weights: Weights, stored: StoredNames) -> d
 def plain_layout(spec: DecoderSpec, files: Mapping[int, ExpertFiles]) -> WeightLayout:
     """Everything by itself: a head of its own, shared experts separate."""
     moe = tuple(
-        (layer.index, expert_layout(layer.ffn, files[layer.index], is_fused=False))
+        (layer.index, expert_layout(layer.ffn, files[layer.index], ScaleOn.WEIGHTS, is_fused=False))
         for layer in spec.layers
         if isinstance(layer.ffn, MoESpec)
     )
     return WeightLayout(tied_head=False, moe=moe)
 
 
-def expert_layout(moe: MoESpec, files: ExpertFiles, *, is_fused: bool) -> MoELayout:
-    """The arrangement of one layer. The router's scale is applied to the routed experts' weights, so that a shared
-    expert in a slot has weight 1, or its token's gate."""
+def expert_layout(moe: MoESpec, files: ExpertFiles, scale_on: ScaleOn, *, is_fused: bool) -> MoELayout:
+    """The arrangement of one layer, for a kernel that wants the router's scale on `scale_on`. What multiplies the sum
+    reaches a shared expert in a slot too, so its weight undoes it; a token's gate cannot, and has scaled weights."""
     shared = moe.shared
     count = shared.count * shared.width // moe.width if is_fused and shared is not None else 0
-    gated = shared is not None and shared.is_gated
+    if shared is not None and shared.is_gated:
+        scale_on, weight = ScaleOn.WEIGHTS, SharedWeight.TOKEN_GATE
+    else:
+        weight = SharedWeight.ONE if scale_on is ScaleOn.WEIGHTS else SharedWeight.INVERSE_SCALE
     return MoELayout(
         num_routed=moe.num_experts,
         shared_slots=tuple(range(moe.num_experts, moe.num_experts + count)),
-        shared_weight=SharedWeight.TOKEN_GATE if gated else SharedWeight.ONE,
-        scale_on=ScaleOn.WEIGHTS,
+        shared_weight=weight,
+        scale_on=scale_on,
         files=files,
     )

@@ -114,5 +114,5 @@ def test_a_layer_that_takes_over_a_selection_has_no_indexer_tensors() -> None:
 def test_matrices_may_be_stored_with_scales_and_norms_may_not() -> None:
     (_, names), *_ = runners("deepseek_v32", fused=False)
     scaled = names.claim("model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv")
-    assert isinstance(scaled, Place) and scaled.member == "weight_scale_inv"
+    assert isinstance(scaled, Place) and scaled.group == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     assert isinstance(names.claim("model.layers.0.self_attn.kv_a_layernorm.weight_scale_inv"), Unknown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -182,3 +183,11 @@ def test_what_the_experts_depend_on_has_no_default(key: str) -> None:
     with pytest.raises(ConfigError, match=key) as caught:
         spec_of("glm4_moe", **{key: None})
     assert caught.value.slug == "config/missing-key"
+
+
+def test_a_router_that_lists_experts_by_token_has_no_choice_to_correct_or_group() -> None:
+    router = experts_of("qwen3_moe").router
+    assert replace(router, table=512).table == 512
+    for more in ({"has_bias": True}, {"num_groups": 2, "group_score": GroupScore.MAX}):
+        with pytest.raises(ValueError, match="no choice to correct or to group"):
+            replace(router, table=512, **more)

@@ -12,7 +12,7 @@ from proa.arch.decoder import DecoderSpec
 from proa.arch.layout import WeightLayout
 from proa.arch.parameters import decoder_parameters
 from proa.arch.registry import read_config
-from proa.arch.weights import Action, Fill, NameMap, Place, Unknown
+from proa.arch.weights import Action, Fill, NameMap, Place, Unknown, member_of
 from proa.checkpoint.hf_config import HFView
 from proa.errors import WeightError
 from proa.units import DType
@@ -94,7 +94,7 @@ def test_a_slot_filled_from_the_next_expert_is_named_by_the_partition_check() ->
     _, spec, weights = model("qwen3_moe")
     layout = arranged(spec, "listed", fused=False)
     rules = [
-        replace(rule, fills=(replace(rule.fills[0], per_slot=rule.fills[0].per_slot + 1),))
+        replace(rule, fills=(rule.fills[0]._replace(per_slot=rule.fills[0].per_slot + 1),))
         if "down_proj" in rule.source
         else rule
         for rule in weights(spec, layout)
@@ -164,9 +164,10 @@ def test_the_correction_bias_is_kept_in_float32_and_scales_belong_to_matrices_on
     assert decoder_parameters(spec, layout)["layers.1.ffn.router.bias"].dtype is DType.F32
     names = NameMap(weights(spec, layout))
     for stem in ("mlp.experts.5.down_proj", "mlp.shared_experts.up_proj", "self_attn.o_proj"):
-        claim = names.claim(f"model.layers.1.{stem}.weight_scale_inv")
+        name = f"model.layers.1.{stem}.weight_scale_inv"
+        claim = names.claim(name)
         assert isinstance(claim, Place)
-        assert (claim.member, claim.group) == ("weight_scale_inv", f"model.layers.1.{stem}.weight")
+        assert (member_of(claim, name), claim.group) == ("weight_scale_inv", f"model.layers.1.{stem}.weight")
     for stem in ("input_layernorm", "self_attn.q_norm"):
         assert isinstance(names.claim(f"model.layers.1.{stem}.weight_scale_inv"), Unknown)
 

@@ -64,7 +64,7 @@ def test_a_rule_shifted_by_one_row_is_named_by_the_partition_check() -> None:
 
     def shifted(rule: WeightRule) -> WeightRule:
         start, stop = rule.fills[0].rows or (0, 0)
-        return replace(rule, fills=(replace(rule.fills[0], rows=(start + 1, stop + 1)),))
+        return replace(rule, fills=(rule.fills[0]._replace(rows=(start + 1, stop + 1)),))
 
     rules = [shifted(rule) if "k_proj" in rule.source else rule for rule in decoder_rules(spec, OWN)]
     with pytest.raises(WeightError, match=r"attn\.qkv\.weight"):

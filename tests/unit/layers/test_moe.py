@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
-from proa.arch.blocks import GroupScore, MoESpec, RouterSpec, Score, SharedSpec
+from proa.arch.blocks import SILU, ActivationSpec, GroupScore, MoESpec, RouterSpec, Score, SharedSpec
 from proa.arch.layout import ExpertFiles, MoELayout, ScaleOn, SharedWeight
 from proa.arch.parameters import moe_parameters
 from proa.layers.moe import MoE
@@ -16,6 +18,8 @@ from tests.factories.layers import finish, layer_context
 
 EXPERTS, TOP_K, WIDTH, HIDDEN = 8, 3, 16, 32
 TOLERANCE = {DType.F32: 1e-5, DType.BF16: 2e-2}
+LISTED = torch.tensor([[2, 0, 7], [1, 6, 5], [3, 3, 4], [7, 2, 1]])  # the experts of four tokens
+NO_TABLE = torch.zeros(1, dtype=torch.int64)
 RULE = {ScaleOn.WEIGHTS: SharedWeight.ONE, ScaleOn.OUTPUT: SharedWeight.INVERSE_SCALE}
 
 
@@ -49,7 +53,10 @@ def layer(spec: MoESpec, arranged: MoELayout, dtype: DType) -> MoE:
     down = random(HIDDEN, count * WIDTH, seed=3) / WIDTH**0.5
     with torch.no_grad():
         parameters["router.weight"].copy_(random(EXPERTS, HIDDEN, seed=4) / HIDDEN**0.5)
-        parameters["router.bias"].copy_(random(EXPERTS, seed=5))
+        if "router.bias" in parameters:
+            parameters["router.bias"].copy_(random(EXPERTS, seed=5))
+        if "router.table" in parameters:
+            parameters["router.table"].copy_(LISTED)
         parameters["experts.gate_up"][:EXPERTS].copy_(random(EXPERTS, 2 * WIDTH, HIDDEN, seed=6) / HIDDEN**0.5)
         parameters["experts.down"][:EXPERTS].copy_(random(EXPERTS, HIDDEN, WIDTH, seed=7) / WIDTH**0.5)
         if "shared_gate.weight" in parameters:
@@ -68,7 +75,7 @@ def layer(spec: MoESpec, arranged: MoELayout, dtype: DType) -> MoE:
 def difference(spec: MoESpec, one: MoELayout, other: MoELayout, dtype: DType) -> float:
     """Relative to the largest element."""
     x = random(17, HIDDEN, seed=9).to(torch.float32 if dtype is DType.F32 else torch.bfloat16)
-    first, second = (layer(spec, arranged, dtype)(x).double() for arranged in (one, other))
+    first, second = (layer(spec, arranged, dtype)(x, NO_TABLE).double() for arranged in (one, other))
     return ((first - second).abs().max() / first.abs().max()).item()
 
 
@@ -103,7 +110,7 @@ def test_separate_shared_experts_are_not_scaled(scale_on: ScaleOn) -> None:
     x, arranged = random(5, HIDDEN, seed=9), layout(fused=0, weight=SharedWeight.ONE, scale_on=scale_on)
 
     def output(count: int, scale: float) -> torch.Tensor:
-        return layer(moe_spec(count=count, is_gated=False, scale=scale), arranged, DType.F32)(x)
+        return layer(moe_spec(count=count, is_gated=False, scale=scale), arranged, DType.F32)(x, NO_TABLE)
 
     routed, one, two, three = output(0, 1.0), output(1, 1.0), output(1, 2.0), output(1, 3.0)
     torch.testing.assert_close(three - two, two - one, atol=1e-5, rtol=1e-4)
@@ -123,6 +130,38 @@ def test_the_wrong_shared_weight_is_wrong_by_the_size_of_the_output(
     spec = moe_spec(count=1, is_gated=False, scale=scale)
     separate = layout(fused=0, weight=SharedWeight.ONE, scale_on=ScaleOn.WEIGHTS)
     assert difference(spec, separate, layout(fused=1, weight=weight, scale_on=scale_on), DType.F32) > 5e-2
+
+
+def gated64(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray, limit: float) -> np.ndarray:
+    opened, width = np.minimum(gate @ x, limit), np.clip(up @ x, -limit, limit)
+    return down @ (opened / (1 + np.exp(-opened)) * width)
+
+
+@pytest.mark.parametrize("fused", [0, 2])
+def test_listed_experts_with_a_limit_are_the_formula(fused: int) -> None:
+    """Hash routing as DeepSeek V4's: experts by the table, weights by their scores; gate and up are cut."""
+    limit, tokens = 0.5, torch.tensor([0, 3, 1, 1, 2, 0, 2])
+    spec = moe_spec(count=2, is_gated=False, scale=1.5, score=Score.SQRT_SOFTPLUS)
+    activation = ActivationSpec(limit=limit)
+    assert spec.shared is not None
+    spec = replace(
+        spec, router=replace(spec.router, has_bias=False, table=len(LISTED)), activation=activation,
+        shared=replace(spec.shared, activation=activation),
+    )  # fmt: skip
+    x, arranged = random(7, HIDDEN, seed=9), layout(fused=fused, weight=SharedWeight.ONE, scale_on=ScaleOn.WEIGHTS)
+    built = layer(spec, arranged, DType.F32)
+    separate = layer(spec, replace(arranged, shared_slots=()), DType.F32)
+    held = {name: value.double().numpy() for name, value in separate.named_parameters()}
+    both, down, wide = held["experts.gate_up"], held["experts.down"], held["shared.gate_up.weight"]
+    for row, token, out in zip(x.double().numpy(), tokens.tolist(), built(x, tokens).double().numpy(), strict=True):
+        scores = np.sqrt(np.log1p(np.exp(held["router.weight"] @ row)))[LISTED[token].numpy()]
+        expected = gated64(row, wide[: 2 * WIDTH], wide[2 * WIDTH :], held["shared.down.weight"], limit)
+        for expert, weight in zip(LISTED[token].tolist(), 1.5 * scores / scores.sum(), strict=True):
+            expected = expected + weight * gated64(row, both[expert, :WIDTH], both[expert, WIDTH:], down[expert], limit)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert dict(built.named_parameters())["router.table"].dtype is torch.int64
+    plain = layer(replace(spec, activation=SILU), arranged, DType.F32)(x, tokens)
+    assert (plain - built(x, tokens)).abs().max() > 0.05  # the limit cut something
 
 
 def test_a_gate_that_is_forgotten_is_noticed() -> None:

@@ -117,7 +117,7 @@ def halves_swapped(rule: WeightRule) -> WeightRule:
     if not rule.is_shared_slot or "down" in rule.source:
         return rule
     shift = 32 if "gate_proj" in rule.source else -32
-    fills = [replace(one, rows=(one.rows[0] + shift, one.rows[1] + shift)) for one in rule.fills if one.rows]
+    fills = [one._replace(rows=(one.rows[0] + shift, one.rows[1] + shift)) for one in rule.fills if one.rows]
     return replace(rule, fills=tuple(fills))
 
 
@@ -126,7 +126,7 @@ def columns_swapped(rule: WeightRule) -> WeightRule:
     if not rule.is_shared_slot or "down" not in rule.source:
         return rule
     parts = reversed([one.part for one in rule.fills])
-    fills = [replace(one, part=part) for one, part in zip(rule.fills, parts, strict=True)]
+    fills = [one._replace(part=part) for one, part in zip(rule.fills, parts, strict=True)]
     return replace(rule, fills=tuple(fills))
 
 

@@ -145,6 +145,7 @@ class CRouter(Structure):
         ("scale", c_float),
         ("shared_weight", c_float),
         ("shared_gate", c_void_p),
+        ("table", c_void_p),
     )
 
 
@@ -158,6 +159,7 @@ class CExperts(Structure):
         ("hidden", c_int64),
         ("width", c_int64),
         ("gate", c_void_p),
+        ("limit", c_float),
     )
 
 

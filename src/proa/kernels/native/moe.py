@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 import torch
 
-from proa.arch.blocks import GroupScore, RouterSpec, Score
+from proa.arch.blocks import SILU, ActivationSpec, GroupScore, RouterSpec, Score
 from proa.kernels.native.abi import CExperts, CLinear, COp, CRouter, Form, Kind
-from proa.kernels.native.ops import FORMS, PANEL, address, whole
+from proa.kernels.native.ops import FORMS, PANEL, address, limit_of, whole
 from proa.kernels.native.sink import Sink
 from proa.kernels.seam import Blocks, Codes, PackedExperts, PackedRouter, Routed
 
@@ -64,7 +64,9 @@ class NativeMoE:
         self.library = library
         self.sink = sink
 
-    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedRouter:
+    def pack_router(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor | None = None
+    ) -> PackedRouter:
         experts, hidden = weight.shape
         panels = torch.empty((whole(experts), hidden), dtype=weight.dtype)
         self.library.proa_pack(FORMS[weight.dtype], weight.contiguous().data_ptr(), experts, hidden, panels.data_ptr())
@@ -72,7 +74,7 @@ class NativeMoE:
         if bias is not None:
             padded = torch.zeros(len(panels))
             padded[:experts] = bias
-        return NativeRouter(weight=panels, bias=padded, experts=experts)
+        return NativeRouter(weight=panels, bias=padded, table=table, experts=experts)
 
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
         """The given tensors' own memory becomes the packed form, slot by slot."""
@@ -134,6 +136,7 @@ class NativeMoE:
         shared: Sequence[int],
         shared_weight: float,
         gate: torch.Tensor | None,
+        token_ids: torch.Tensor | None = None,
     ) -> Routed:
         if not isinstance(router, NativeRouter):
             raise TypeError("a router that another backend packed was given to a native op")
@@ -150,7 +153,8 @@ class NativeMoE:
             tmp=weights.data_ptr(),
             scratch=scores.data_ptr(),
         )
-        self.sink.emit(x.dtype, op, rows, (call, router, gate))
+        read = {} if router.table is None else {"token_ids": router.ids(token_ids)}
+        self.sink.emit(x.dtype, op, rows, (call, router, gate), **read)
         return Routed(slots=slots, weights=weights)
 
     def experts(
@@ -162,6 +166,7 @@ class NativeMoE:
         scale: float,
         shared: torch.Tensor | None,
         gate: torch.Tensor | None,
+        activation: ActivationSpec = SILU,
     ) -> torch.Tensor:
         if not isinstance(packed, NativeExperts):
             raise TypeError("experts that another backend packed were given to a native op")
@@ -169,7 +174,8 @@ class NativeMoE:
         out = self.sink.empty((rows, packed.hidden), x.dtype)
         results = self.sink.empty((rows * chosen, packed.hidden + packed.width), x.dtype)
         scratch = self.sink.empty((self._scratch_bytes(packed, rows * chosen),), torch.uint8)
-        call = CExperts(*packed.maps(), packed.slots, packed.hidden, packed.width, address(_same_type(gate, x)))
+        sizes = (packed.slots, packed.hidden, packed.width)
+        call = CExperts(*packed.maps(), *sizes, address(_same_type(gate, x)), limit_of(activation))
         op = COp(
             kind=Kind.EXPERTS,
             n=chosen,
@@ -221,6 +227,7 @@ def _router_call(
         spec.scale,
         shared_weight,
         address(gate),
+        address(router.table),
     )
 
 

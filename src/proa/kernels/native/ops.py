@@ -7,6 +7,7 @@ Every op has one accumulation order per output, whatever the number of rows, so 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from proa.arch.blocks import QueryScale
+from proa.arch.blocks import SILU, ActivationSpec, QueryScale
 from proa.kernels.memory import empty
 from proa.kernels.native.abi import CCache, CHeads, CLinear, COp, Form, Kind
 from proa.kernels.native.sink import Sink
@@ -139,12 +140,13 @@ class NativeDense:
         self.sink.emit(dtype, op, len(x), (weight,))
         return out
 
-    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
+    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed, activation: ActivationSpec = SILU) -> torch.Tensor:
         hidden = self.sink.empty((len(x), gate_up.out_features), x.dtype)
         out = self.sink.empty((len(x), down.out_features), x.dtype)
         scratch = self._scratch(len(x), gate_up, down)
         op = COp(
             kind=Kind.FFN,
+            f=limit_of(activation),
             a=x.data_ptr(),
             b=_linear(gate_up),
             c=_linear(down),
@@ -269,6 +271,11 @@ def request_rows(segments: Sequence[Segment], first: int) -> np.ndarray:
         parts.append(where)
         first += segment.num_rows
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def limit_of(activation: ActivationSpec) -> float:
+    """As csrc/simd.h: activate wants it."""
+    return math.inf if activation.limit is None else activation.limit
 
 
 def whole(out: int) -> int:

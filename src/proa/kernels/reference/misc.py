@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from proa.arch.blocks import QueryScale
+from proa.arch.blocks import SILU, ActivationSpec, QueryScale
 from proa.kernels.reference.dequant import dequantize, values_of
 from proa.kernels.seam import Codes, Packed, RopeRows
 from proa.units import DType
@@ -28,6 +28,13 @@ def rotate(x: torch.Tensor, rope: RopeRows) -> torch.Tensor:
     if rope.is_interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     return torch.addcmul(x * rope.cos, x.roll(size // 2, dims=-1), rope.sin)
+
+
+def activate(gate: torch.Tensor, up: torch.Tensor, activation: ActivationSpec) -> torch.Tensor:
+    """What `activation` (arch/blocks.py) makes of the two projections of a gated MLP, in their dtype."""
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return F.silu(gate) * up
 
 
 class ReferenceDense:
@@ -72,9 +79,9 @@ class ReferenceDense:
     def table(self, weight: torch.Tensor) -> Packed:
         return self.pack(weight, None)
 
-    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed) -> torch.Tensor:
+    def ffn(self, x: torch.Tensor, gate_up: Packed, down: Packed, activation: ActivationSpec = SILU) -> torch.Tensor:
         gate, up = self.matmul(x, gate_up).chunk(2, dim=-1)
-        return self.matmul(F.silu(gate) * up, down)
+        return self.matmul(activate(gate, up, activation), down)
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return (x.float() * gate.float().sigmoid()).to(x.dtype)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from proa.arch.blocks import GroupScore, RouterSpec, Score
+from proa.arch.blocks import SILU, ActivationSpec, GroupScore, RouterSpec, Score
 from proa.kernels.reference.dequant import dequantize, values_of
+from proa.kernels.reference.misc import activate
 from proa.kernels.seam import Blocks, Codes, PackedExperts, PackedRouter, Routed
 
 
@@ -17,8 +18,10 @@ class ReferenceMoE:
 
     name = "reference"
 
-    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedRouter:
-        return PackedRouter(weight=weight, bias=bias)
+    def pack_router(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor | None = None
+    ) -> PackedRouter:
+        return PackedRouter(weight=weight, bias=bias, table=table)
 
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
         slots, hidden, width = down.shape
@@ -40,10 +43,14 @@ class ReferenceMoE:
         shared: Sequence[int],
         shared_weight: float,
         gate: torch.Tensor | None,
+        token_ids: torch.Tensor | None = None,
     ) -> Routed:
         scores = _scores(F.linear(x.float(), router.weight.float()), spec.score)
-        choice = scores if router.bias is None else scores + router.bias
-        slots = _best(_within_groups(choice, spec), top_k)
+        if router.table is None:
+            choice = scores if router.bias is None else scores + router.bias
+            slots = _best(_within_groups(choice, spec), top_k)
+        else:
+            slots = router.table[router.ids(token_ids)]
         weights = scores.gather(1, slots)
         if spec.renormalise:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
@@ -63,12 +70,13 @@ class ReferenceMoE:
         scale: float,
         shared: torch.Tensor | None,
         gate: torch.Tensor | None,
+        activation: ActivationSpec = SILU,
     ) -> torch.Tensor:
         results = x.new_empty((*routed.slots.shape, packed.hidden))  # each row's, in its own order
         for slot in routed.slots.unique().tolist():
             rows, places = (routed.slots == slot).nonzero(as_tuple=True)
             gated, up = F.linear(x[rows], packed.gate_up[slot]).chunk(2, dim=-1)
-            results[rows, places] = F.linear(F.silu(gated) * up, packed.down[slot])
+            results[rows, places] = F.linear(activate(gated, up, activation), packed.down[slot])
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for place in range(routed.slots.shape[1]):
             total += routed.weights[:, place, None] * results[:, place].float()

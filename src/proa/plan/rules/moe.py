@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from proa.arch.blocks import MoESpec
-from proa.arch.layout import MoELayout
+from proa.arch.layout import MoELayout, ScaleOn
 from proa.conditions import Blocked, Blocks, Condition, Facts, FactView, Source, evaluate
 from proa.errors import PlanError
-from proa.kernels.catalog import CATALOG
+from proa.kernels.catalog import CATALOG, MOE
+from proa.kernels.kernel_info import KernelInfo
 from proa.plan.context import RunnerContext
 from proa.plan.decision import Checked, Decision, Note, Rejected
 from proa.plan.rules import absent
@@ -39,6 +40,13 @@ def _whole_slots(facts: FactView) -> Blocked | None:
     if shared % routed == 0:
         return None
     return Blocked(f"a shared width of {shared} does not divide into slots of {routed}", Source.CHECKPOINT)
+
+
+def _same_activation(facts: FactView) -> Blocked | None:
+    routed, shared = facts["routed.activation"], facts["shared.activation"]
+    if routed == shared:
+        return None
+    return Blocked(f"routed experts are activated by {routed}, shared ones by {shared}", Source.CHECKPOINT)
 
 
 def _has_slots(facts: FactView) -> Blocked | None:
@@ -72,13 +80,13 @@ def _condition(
 FUSION = (
     _condition("storage_differs", ("routed.storage", "shared.storage"), Blocks.ALWAYS, _same_storage),
     _condition("width_differs", ("routed.width", "shared.width"), Blocks.ALWAYS, _whole_slots),
+    _condition("activation_differs", ("routed.activation", "shared.activation"), Blocks.ALWAYS, _same_activation),
     _condition("no_slots", ("plan.moe_kernel", "kernel.has_slots"), Blocks.ALWAYS, _has_slots),
     _condition("expert_parallel", ("parallel.expert",), Blocks.ALWAYS, _undivided),
     _condition("no_gain", ("plan.device",), Blocks.AUTO, _gains),
 )
 """What speaks against slots in every family; a family's own conditions (Family.fusion) come after these.
 
-Routed and shared experts of a spec have one activation (silu, without a clamp), so there is nothing to compare yet.
 Experts that are stored stacked are no obstacle: shared ones fill the slots after them.
 """
 
@@ -103,48 +111,56 @@ def shared_experts(ctx: RunnerContext, facts: Facts) -> ExpertPlan:
     """
     shared = {layer.index: layer.ffn for layer in ctx.spec.moe_layers if isinstance(layer.ffn, MoESpec)}
     asked = {index: moe for index, moe in shared.items() if moe.shared is not None}
+    scale_on = _kernel(facts["plan.moe_kernel"]).scale_on if shared else ScaleOn.WEIGHTS
     if not asked:
-        return ExpertPlan(decision=absent.shared_experts(ctx, facts), layouts=_layouts(ctx, shared, frozenset()))
-    facts = facts | {"kernel.has_slots": _kernel_has_slots(facts["plan.moe_kernel"])}
+        layouts = _layouts(ctx, shared, scale_on, frozenset())
+        return ExpertPlan(decision=absent.shared_experts(ctx, facts), layouts=layouts)
+    facts = facts | {"kernel.has_slots": _kernel(facts["plan.moe_kernel"]).has_slots}
     alike = _alike(asked, _layer_facts(ctx, asked))
     answers = [(layers, _answer(ctx, facts | own, layers)) for layers, own in alike]
     fused = frozenset(index for layers, answer in answers if answer.value is FUSED for index in layers)
-    return ExpertPlan(decision=_merged(answers), layouts=_layouts(ctx, shared, fused))
+    return ExpertPlan(decision=_merged(answers), layouts=_layouts(ctx, shared, scale_on, fused))
 
 
 def _layouts(
-    ctx: RunnerContext, layers: Mapping[int, MoESpec], fused: frozenset[int]
+    ctx: RunnerContext, layers: Mapping[int, MoESpec], scale_on: ScaleOn, fused: frozenset[int]
 ) -> tuple[tuple[int, MoELayout], ...]:
     files = ctx.found.files
-    return tuple((index, expert_layout(moe, files[index], is_fused=index in fused)) for index, moe in layers.items())
+    return tuple(
+        (index, expert_layout(moe, files[index], scale_on, is_fused=index in fused)) for index, moe in layers.items()
+    )
 
 
 def both_layouts(ctx: RunnerContext) -> tuple[tuple[tuple[int, MoELayout], ...], ...]:
-    """The layouts of all MoE layers with shared experts separate, and fused where they have whole slots."""
+    """The layouts of all MoE layers with shared experts separate, and fused where they have whole slots, as far as
+    names of tensors depend on them."""
     layers = {layer.index: layer.ffn for layer in ctx.spec.moe_layers if isinstance(layer.ffn, MoESpec)}
     fit = frozenset(
         index
         for index, moe in layers.items()
         if moe.shared is not None and moe.shared.count * moe.shared.width % moe.width == 0
     )
-    return (_layouts(ctx, layers, frozenset()), _layouts(ctx, layers, fit)) if fit else (_layouts(ctx, layers, fit),)
+    return tuple(_layouts(ctx, layers, ScaleOn.WEIGHTS, fused) for fused in dict.fromkeys((frozenset[int](), fit)))
 
 
-def _kernel_has_slots(backend: str) -> bool:
-    return any(kernel.has_slots for kernel in CATALOG if (kernel.op, kernel.backend) == ("moe", backend))
+def _kernel(backend: str) -> KernelInfo:
+    return next(kernel for kernel in CATALOG if (kernel.op, kernel.backend) == (MOE, backend))
 
 
 def _layer_facts(ctx: RunnerContext, layers: Mapping[int, MoESpec]) -> dict[int, dict[str, Any]]:
-    """What is compared within each layer: how both kinds of experts are stored, and their widths."""
+    """What is compared within each layer: how both kinds of experts are stored, their widths and activations."""
     routed, shared = ctx.found.expert_groups(EXPERTS), ctx.found.expert_groups(SHARED)
     facts: dict[int, dict[str, Any]] = {}
     for index, moe in layers.items():
-        width = 0 if moe.shared is None else moe.shared.count * moe.shared.width
+        if moe.shared is None:
+            continue
         facts[index] = {
             "routed.storage": _storage(ctx, routed.get(index, ())),
             "shared.storage": _storage(ctx, shared.get(index, ())),
             "routed.width": moe.width,
-            "shared.width": width,
+            "shared.width": moe.shared.count * moe.shared.width,
+            "routed.activation": moe.activation.words,
+            "shared.activation": moe.shared.activation.words,
         }
     return facts
 
@@ -152,9 +168,10 @@ def _layer_facts(ctx: RunnerContext, layers: Mapping[int, MoESpec]) -> dict[int,
 def _storage(ctx: RunnerContext, groups: Iterable[Group]) -> str:
     """The formats of one kind of experts: `fp8 128x128`, or by parameter where projections differ."""
     formats: dict[str, set[str]] = {}
-    for group in groups:
-        parameter = group.rule.fills[0].parameter.removesuffix(".weight").rpartition(".")[2]
-        formats.setdefault(parameter, set()).add(format_of(group, ctx.quant))
+    kinds = {(group.rule.fills[0].parameter, group.form, group.main.dtype) for group in groups}
+    for template, form, dtype in kinds:
+        parameter = template.removesuffix(".weight").rpartition(".")[2]
+        formats.setdefault(parameter, set()).add(format_of(form, dtype, ctx.quant))
     words = {parameter: " and ".join(sorted(found)) for parameter, found in sorted(formats.items())}
     if len(set(words.values())) <= 1:
         return next(iter(words.values()), "")

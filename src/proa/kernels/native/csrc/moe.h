@@ -21,12 +21,14 @@ struct Router {  // native/moe.py: CRouter. The rules are those of arch/blocks.p
     int64_t renormalise, top_k, num_shared, first_shared;
     float scale, shared_weight;
     const void* shared_gate;  // [hidden], or null: shared slots weigh shared_weight
+    const int64_t* table;     // each token's experts [token ids, top_k], or null: by choice
 };
 
 struct Experts {  // native/moe.py: CExperts
     Linear gate_up, down;  // of all slots: `out` rows each
     int64_t slots, hidden, width;
     const void* gate;  // [hidden], or null
+    float limit;       // simd.h: activate
 };
 
 constexpr float NEVER = -INFINITY;
@@ -95,27 +97,29 @@ static inline void keep_best_groups(const Router& r, float* choice) {
     }
 }
 
-static inline void choose(const Router& r, const float* scores, float* choice, int32_t* slots, float* weights) {
+static inline void choose(const Router& r, const float* scores, float* choice, int32_t* slots) {
     const int64_t padded = r.linear.panels() * 16;
     for (int64_t e = 0; e < padded; e += 16)
         store(choice + e, r.correction ? load<f32x16>(scores + e) + load<f32x16>(r.correction + e) : load<f32x16>(scores + e));
     for (int64_t e = r.linear.out; e < padded; e++) choice[e] = NEVER;
     if (r.best_of_group) keep_best_groups(r, choice);
-    float total = 1e-20f;
     for (int64_t j = 0; j < r.top_k; j++) {
         const int64_t e = best_of(choice, padded);
         choice[e] = NEVER;
         slots[j] = int32_t(e);
-        weights[j] = scores[e];
-        total += scores[e];
     }
+}
+
+static inline void weigh(const Router& r, const float* scores, const int32_t* slots, float* weights) {
+    float total = 1e-20f;
+    for (int64_t j = 0; j < r.top_k; j++) total += weights[j] = scores[slots[j]];
     for (int64_t j = 0; j < r.top_k; j++) weights[j] = (r.renormalise ? weights[j] / total : weights[j]) * r.scale;
 }
 
 // a x [rows, hidden], b Router -> out slots int32 [rows, k], tmp weights [rows, k]; scratch [rows, 2, experts padded]
-template <class T> static void route(const Op& op, int64_t rows) {
+template <class T> static void route(const Op& op, const Batch& batch) {
     const Router& r = *(const Router*)op.b;
-    const int64_t padded = r.linear.panels() * 16, k = r.top_k + r.num_shared, D = r.linear.in;
+    const int64_t rows = batch.rows, padded = r.linear.panels() * 16, k = r.top_k + r.num_shared, D = r.linear.in;
     const T* x = (const T*)op.a;
     float* scores = (float*)op.scratch;
     const Range panels = my_share(r.linear.panels());
@@ -127,7 +131,9 @@ template <class T> static void route(const Op& op, int64_t rows) {
         float *row = scores + m * 2 * padded, *weights = (float*)op.tmp + m * k;
         int32_t* slots = (int32_t*)op.out + m * k;
         score_row(r.score, row, r.linear.out, padded);
-        choose(r, row, row + padded, slots, weights);
+        if (r.table) std::copy_n(r.table + batch.token_ids[m] * r.top_k, r.top_k, slots);
+        else choose(r, row, row + padded, slots);
+        weigh(r, row, slots, weights);
         const float shared = r.shared_gate ? gate_of(x + m * D, (const T*)r.shared_gate, D) : r.shared_weight;
         for (int64_t s = 0; s < r.num_shared; s++) {
             slots[r.top_k + s] = int32_t(r.first_shared + s);
@@ -214,7 +220,7 @@ template <class T> static void experts(const Op& op, int64_t rows) {
             if (n % 32 == 0) return store16(at, v);
             T up[16];
             store16(up, v);
-            store16(at, silu(load16(at)) * load16(up));
+            store16(at, activate(load16(at), load16(up), w.limit));
         });
     });
 #pragma omp barrier

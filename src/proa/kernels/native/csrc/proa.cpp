@@ -35,8 +35,8 @@ template <class T, class Y> static void matmul(const Op& op, int64_t rows, Y* ou
     apply<T>(w, (const T*)op.a, op.m, rows, op.scratch, [&](int64_t m, int64_t n, f32x16 v) { put(out + m * w.out, n, w.out, v); });
 }
 
-// a x [rows, in], b gate and up, c down -> out [rows, out]. tmp [rows, 2 * width]: gate and up, then silu(gate) * up in the
-// first half of each row.
+// a x [rows, in], b gate and up, c down, f limit (simd.h: activate) -> out [rows, out]. tmp [rows, 2 * width]: gate and up, then
+// what became of them in the first half of each row.
 template <class T> static void ffn(const Op& op, int64_t rows) {
     const Linear &gate_up = *(const Linear*)op.b, &down = *(const Linear*)op.c;
     const int64_t width = gate_up.out / 2, vectors = width / 16;
@@ -47,7 +47,7 @@ template <class T> static void ffn(const Op& op, int64_t rows) {
     const Range mine = my_share(rows * vectors);
     for (int64_t i = mine.begin; i < mine.end; i++) {
         T* gate = hidden + i / vectors * 2 * width + i % vectors * 16;
-        store16(gate, silu(load16(gate)) * load16(gate + width));
+        store16(gate, activate(load16(gate), load16(gate + width), float(op.f)));
     }
 #pragma omp barrier
     apply<T>(down, hidden, 2 * width, rows, op.scratch,
@@ -194,7 +194,7 @@ template <class T> static void execute(const Op& op, const Batch& batch) {
         case WRITE: return write<T>(op, batch);
         case ATTENTION: return attention<T>(op, batch);
         case SELECT: return select(op, batch);
-        case ROUTE: return route<T>(op, rows);
+        case ROUTE: return route<T>(op, batch);
         case EXPERTS: return experts<T>(op, rows);
         case DELTA: return delta<T>(op, batch);
         case GATE: return gate<T>(op, rows);

@@ -80,4 +80,11 @@ static inline f32x16 exp(f32x16 x) {
 }
 static inline f32x16 silu(f32x16 x) { return x / (exp(-x) + 1.f); }
 
+// silu(gate) * up, gate cut to at most `limit` and up to -limit..limit; INFINITY cuts nothing. arch/blocks.py: ActivationSpec.
+static inline f32x16 activate(f32x16 gate, f32x16 up, float limit) {
+    gate = gate > limit ? splat(limit) : gate;
+    up = up > limit ? splat(limit) : up < -limit ? splat(-limit) : up;
+    return silu(gate) * up;
+}
+
 }  // namespace proa
