@@ -1,13 +1,13 @@
 """Obtains missing verdicts on this host: compiles the native library, runs each op against reference, remembers.
 
-Never fatal: what cannot be compiled or computes wrongly becomes a verdict with its reason, and the plan passes over it.
+Never fatal: what cannot be compiled, computes wrongly or crashes (apart.py) becomes a verdict with its reason, and the
+plan passes over it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ import torch
 
 from proa.arch.blocks import QueryScale
 from proa.errors import KernelUnavailable
+from proa.kernels.apart import judge_apart
 from proa.kernels.caps import UNTESTED, DeviceCaps
 from proa.kernels.catalog import BLOCK_FORMATS, ONEDNN, has_onednn_bf16
 from proa.kernels.kernel_info import NATIVE, has_native_vectors
@@ -31,6 +32,7 @@ from proa.kernels.reference.attention import ReferenceAttention
 from proa.kernels.reference.misc import ReferenceDense
 from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
 from proa.kernels.verdicts import (
+    FAILED,
     PARTS,
     PASSED,
     onednn_file,
@@ -55,15 +57,14 @@ class Probed:
 
 def probe(caps: DeviceCaps, cache: Path, note: Callable[[str], None], *, again: bool = False) -> Probed:
     """Compile and test what is untested; `again`: also what failed before. A failure is noted, never raised."""
-    verdict = _verdict(onednn_file(cache, caps), lambda: self_test_onednn(caps.isa), note, "", again=again)
+    verdict = _verdict(onednn_file(cache, caps), lambda: self_test_onednn(caps.isa), note, again=again)
     caps = with_verdict(caps, ONEDNN, verdict)
     if caps.compiler is None or not has_native_vectors(caps.isa):
         return Probed(caps=caps, library=None)
     try:
-        library, verdict = _native(cache, caps.compiler, caps.isa, note, again=again)
-    except OSError as error:  # no directory to compile into, or a compiler that cannot be started: may change any time
-        library, verdict = None, f"failed: {error}"
-    verdicts = {NATIVE: verdict} if library is None else {NATIVE: verdict, **_parts(library, note, again=again)}
+        library, verdicts = _native(cache, caps.compiler, caps.isa, note, again=again)
+    except OSError as error:  # no directory to compile into, or what cannot be started: may change any time
+        library, verdicts = None, {NATIVE: f"{FAILED}{error}"}
     for name, found in verdicts.items():
         caps = with_verdict(caps, name, found)
         if found != PASSED:
@@ -71,44 +72,45 @@ def probe(caps: DeviceCaps, cache: Path, note: Callable[[str], None], *, again: 
     return Probed(caps=caps, library=library)
 
 
-def _parts(library: Path, note: Callable[[str], None], *, again: bool) -> dict[str, str]:
-    """Verdicts of the ops that are judged by themselves."""
-    parts = {name: part for name, part in PARTS.items() if part}
-    return {
-        name: _verdict(library, partial(self_test, library, part), note, part, again=again)
-        for name, part in parts.items()
-    }
-
-
 def _native(
     cache: Path, compiler: str, isa: tuple[str, ...], note: Callable[[str], None], *, again: bool
-) -> tuple[Path | None, str]:
-    """The library, where there is one, and its verdict."""
+) -> tuple[Path | None, dict[str, str]]:
+    """The library, where there is one, and the verdicts on it and its parts."""
     path = library_path(cache, compiler, isa)
     if again and read_verdict(path) != PASSED:
         path.unlink(missing_ok=True)
         verdict_file(path).unlink(missing_ok=True)
     known = read_verdict(path)
     if known is not None and known != PASSED:
-        return None, known
+        return None, {NATIVE: known}
     if known is None and verdict_file(path).exists():
         path.unlink(missing_ok=True)  # another library than the one that was judged: damaged, or not ours
     try:
         library = build(cache, compiler, isa, note)
     except KernelUnavailable as error:
-        verdict = f"failed: {str(error).splitlines()[0]}"
+        verdict = f"{FAILED}{str(error).splitlines()[0]}"
         write_verdict(path, verdict, note)
-        return None, verdict
-    return library, _verdict(library, partial(self_test, library, ""), note, "", again=False)
+        return None, {NATIVE: verdict}
+    return library, _native_verdicts(library, note, again=again)
 
 
-def _verdict(judged: Path, test: Callable[[], str], note: Callable[[str], None], part: str, *, again: bool) -> str:
+def _native_verdicts(library: Path, note: Callable[[str], None], *, again: bool) -> dict[str, str]:
+    """By name of PARTS: what is known; the rest is tested now, in one process of its own, and kept."""
+    verdicts = {part: read_verdict(library, part) or UNTESTED for part in PARTS.values()}
+    due = [part for part, verdict in verdicts.items() if verdict == UNTESTED or (again and verdict != PASSED)]
+    for part, verdict in judge_apart(library, due).items():
+        write_verdict(library, verdict, note, part)
+        verdicts[part] = verdict
+    return {name: verdicts[part] for name, part in PARTS.items()}
+
+
+def _verdict(judged: Path, test: Callable[[], str], note: Callable[[str], None], *, again: bool) -> str:
     """What is known of `judged`, or what the test says now, which is kept."""
-    known = read_verdict(judged, part)
+    known = read_verdict(judged)
     if known == PASSED or (known is not None and not again):
         return known
     verdict = test()
-    write_verdict(judged, verdict, note, part)
+    write_verdict(judged, verdict, note)
     return verdict
 
 
@@ -117,12 +119,16 @@ def retest(caps: DeviceCaps, cache: Path) -> dict[str, str]:
     verdicts = {ONEDNN: self_test_onednn(caps.isa)}
     if caps.compiler is not None:
         library = library_path(cache, caps.compiler, caps.isa)
-        verdicts |= {name: self_test(library, part) if library.is_file() else UNTESTED for name, part in PARTS.items()}
+        found = judge_apart(library, tuple(PARTS.values())) if library.is_file() else {}
+        verdicts |= {name: found.get(part, UNTESTED) for name, part in PARTS.items()}
     return verdicts
 
 
 def self_test(library: Path, part: str) -> str:
-    """`passed`, or `failed: ` and the first op of a part (of PARTS) that differs from the reference, by how much."""
+    """`passed`, or `failed: ` and the first op of a part (of PARTS) that differs from the reference, by how much.
+
+    Runs the library in this process: apart.py calls it in one that may be lost.
+    """
     results = {
         "": _results,
         ".moe": moe_results,

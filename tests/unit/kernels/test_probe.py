@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,15 +16,16 @@ import torch
 
 from proa.errors import KernelUnavailable
 from proa.kernels import probe as module
+from proa.kernels.apart import judge_apart
 from proa.kernels.caps import DeviceCaps, read_caps
 from proa.kernels.native import abi
+from proa.kernels.native.abi import Kind
 from proa.kernels.native.build import library_path
-from proa.kernels.native.moe import NativeMoE
 from proa.kernels.onednn import OnednnDense
 from proa.kernels.probe import probe, retest, self_test_onednn
 from proa.kernels.verdicts import PARTS, PASSED, onednn_file, read_verdict, verdict_file, with_verdicts, write_verdict
 from proa.units import Numerics
-from tests.factories.compilers import StandIn, copying, failing
+from tests.factories.compilers import ILLEGAL, WRONG, StandIn, copying, failing, faulty, real_compiler
 from tests.factories.headers import planned, write_tiny_headers
 from tests.factories.native import probed
 
@@ -110,8 +112,7 @@ def wrong_compiler(folder: Path, library: Path) -> StandIn:
     (folder / "bin").mkdir(parents=True)
     source = folder / "bin" / "nothing.cpp"
     source.write_text("\n".join(f'extern "C" long {name}() {{ return 0; }}' for name in names))
-    real = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    return StandIn(folder / "bin", f"{real} -shared -fPIC -o $out {source}")
+    return StandIn(folder / "bin", f"{real_compiler()} -shared -fPIC -o $out {source}")
 
 
 def test_a_library_that_computes_wrongly_is_passed_over_and_refused_by_name(
@@ -130,10 +131,9 @@ def test_a_library_that_computes_wrongly_is_passed_over_and_refused_by_name(
 def test_a_library_without_our_functions_is_a_verdict_too(tmp_path: Path) -> None:
     empty = tmp_path / "empty.cpp"
     empty.write_text("")
-    real = read_caps("cpu").compiler
-    if real is None:
+    if real_compiler() is None:
         pytest.skip("no C++ compiler here")
-    compiler = StandIn(tmp_path / "bin", f"{real} -shared -fPIC -o $out {empty}")
+    compiler = StandIn(tmp_path / "bin", f"{real_compiler()} -shared -fPIC -o $out {empty}")
     assert "undefined symbol" in probe(host(compiler), tmp_path, silent).caps.kernels["native"]
 
 
@@ -154,8 +154,8 @@ def test_a_passed_library_is_neither_compiled_nor_tested_again(
     caps = host(compiler)
     first = probe(caps, tmp_path, silent)
     assert first.caps.kernels == {"onednn": PASSED, **dict.fromkeys(PARTS, PASSED)}
-    for name in ("self_test", "self_test_onednn"):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("tested again"))
+    for name in ("judge_apart", "self_test_onednn"):
+        monkeypatch.setattr(module, name, lambda _, parts=(1,): pytest.fail("tested again") if parts else {})
     assert probe(caps, tmp_path, silent) == first
     assert compiler.compilations == 1
     assert with_verdicts(caps, tmp_path) == first.caps
@@ -211,23 +211,76 @@ def test_a_library_from_a_directory_that_is_read_only_is_used(
     assert sum("could not be kept: Read-only file system" in note for note in notes) == 1 + len(PARTS)
 
 
-def test_a_fault_in_one_part_leaves_the_others_in_use(
-    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = NativeMoE.experts
-    monkeypatch.setattr(NativeMoE, "experts", lambda *args, **named: right(*args, **named) * 1.01)
+def test_a_fault_in_one_part_leaves_the_others_in_use(tmp_path: Path, library: Path) -> None:
     notes: list[str] = []
-    caps = host(copying(tmp_path / "bin", library))
+    caps = host(faulty(tmp_path / "bin", library, Kind.EXPERTS, WRONG))
     found = probe(caps, tmp_path, notes.append)
     verdict = found.caps.kernels["native.moe"]
-    assert verdict.startswith("failed: experts of 1 rows in torch.float32 differs from the reference by 0.01")
+    assert verdict.startswith("failed: experts of 1 rows in torch.float32 differs from the reference by ")
     assert (found.caps.kernels["native"], found.caps.kernels["native.latent"]) == (PASSED, PASSED)
     assert found.library is not None
     assert sum("native.moe kernels are passed over" in note for note in notes) == 1
     assert with_verdicts(caps, tmp_path).kernels == found.caps.kernels
-    monkeypatch.undo()
+    shutil.copy(library, found.library)
+    write_verdict(found.library, PASSED, pytest.fail)
+    write_verdict(found.library, verdict, pytest.fail, ".moe")
     assert probe(caps, tmp_path, silent).caps.kernels["native.moe"] == verdict
     assert probe(caps, tmp_path, silent, again=True).caps.kernels["native.moe"] == PASSED
+
+
+# what does not come back from its self-test
+
+
+def test_an_illegal_instruction_is_a_verdict_and_the_next_tier_runs(tmp_path: Path, library: Path, llama: Path) -> None:
+    notes: list[str] = []
+    compiler = faulty(tmp_path / "bin", library, Kind.MATMUL, ILLEGAL)
+    found = probe(host(compiler), tmp_path, notes.append)
+    verdict = "failed: the self-test died of SIGILL"
+    assert found.caps.kernels["native"] == verdict
+    assert any(f"native kernels are passed over: {verdict}" in note for note in notes)
+    plan = planned(llama, caps=found.caps).target.plan
+    assert (plan.matmul_kernel.value, plan.attention.decode.value) == ("onednn", "reference")
+    assert f"self-test {verdict}" in plan.matmul_kernel.reason
+    with pytest.raises(KernelUnavailable, match="died of SIGILL"):
+        planned(llama, caps=found.caps, matmul_kernel="native")
+    again = probe(host(compiler), tmp_path, silent)
+    assert (again.library, again.caps.kernels["native"]) == (None, verdict)
+    assert compiler.compilations == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("*(volatile int*)0 = 0", "died of SIGSEGV"),
+        ("abort()", "died of SIGABRT"),
+        ("kill(getpid(), SIGRTMIN + 5)", "died of signal 39"),
+        ("_exit(3)", "ended with exit code 3"),
+    ],
+)
+def test_a_part_that_crashes_is_named_and_the_others_are_judged(
+    tmp_path: Path, library: Path, fault: str, said: str
+) -> None:
+    found = probe(host(faulty(tmp_path / "bin", library, Kind.EXPERTS, fault)), tmp_path, silent)
+    expected = {**dict.fromkeys(PARTS, PASSED), "native.moe": f"failed: the self-test {said}"}
+    assert {name: found.caps.kernels[name] for name in PARTS if name != "native.fp8"} == {
+        name: verdict
+        for name, verdict in expected.items()
+        if name != "native.fp8"  # which runs experts too
+    }
+
+
+def test_a_self_test_that_does_not_end_is_a_verdict(library: Path) -> None:
+    assert judge_apart(library, [""], seconds=0.01) == {"": "failed: the self-test did not end within 0.01 s"}
+
+
+def test_a_self_test_that_cannot_be_started_is_not_remembered(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caps = host(copying(tmp_path / "bin", library))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
+    assert "nowhere" in probe(caps, tmp_path, silent).caps.kernels["native"]
+    monkeypatch.undo()
+    assert probe(caps, tmp_path, silent).caps.kernels["native"] == PASSED
 
 
 # the self-tests
