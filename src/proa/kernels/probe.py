@@ -27,6 +27,7 @@ from proa.kernels.native.sink import Direct
 from proa.kernels.onednn import OnednnDense
 from proa.kernels.probe_codes import fp8_results
 from proa.kernels.probe_delta import delta_results
+from proa.kernels.probe_device import self_test_device
 from proa.kernels.probe_experts import latent_results, moe_results, one_prompt
 from proa.kernels.reference.attention import ReferenceAttention
 from proa.kernels.reference.misc import ReferenceDense
@@ -35,6 +36,8 @@ from proa.kernels.verdicts import (
     FAILED,
     PARTS,
     PASSED,
+    device_backends,
+    device_file,
     onednn_file,
     read_verdict,
     verdict_file,
@@ -59,6 +62,10 @@ def probe(caps: DeviceCaps, cache: Path, note: Callable[[str], None], *, again: 
     """Compile and test what is untested; `again`: also what failed before. A failure is noted, never raised."""
     verdict = _verdict(onednn_file(cache, caps), lambda: self_test_onednn(caps.isa), note, again=again)
     caps = with_verdict(caps, ONEDNN, verdict)
+    for backend in device_backends(caps):
+        test = partial(self_test_device, backend, caps.sm)
+        verdict = _verdict(device_file(cache, caps, backend), test, note, "", again=again)
+        caps = with_verdict(caps, backend, verdict)
     if caps.compiler is None or not has_native_vectors(caps.isa):
         return Probed(caps=caps, library=None)
     try:
@@ -117,6 +124,7 @@ def _verdict(judged: Path, test: Callable[[], str], note: Callable[[str], None],
 def retest(caps: DeviceCaps, cache: Path) -> dict[str, str]:
     """Run the self-tests anew, by backend, whatever is remembered. Compiles nothing and keeps nothing."""
     verdicts = {ONEDNN: self_test_onednn(caps.isa)}
+    verdicts |= {backend: self_test_device(backend, caps.sm) for backend in device_backends(caps)}
     if caps.compiler is not None:
         library = library_path(cache, caps.compiler, caps.isa)
         found = judge_apart(library, tuple(PARTS.values())) if library.is_file() else {}
@@ -136,16 +144,17 @@ def self_test(library: Path, part: str) -> str:
         ".delta": delta_results,
         ".fp8": fp8_results,
     }[part]
-    return _judge((dtype, results(library, dtype)) for dtype in TOLERANCES)
+    return judge((dtype, results(library, dtype)) for dtype in TOLERANCES)
 
 
 def self_test_onednn(isa: tuple[str, ...]) -> str:
     """As `self_test`, for the types in which oneDNN computes on such a CPU."""
     dtypes = [dtype for dtype in TOLERANCES if dtype == torch.float32 or has_onednn_bf16(isa)]
-    return _judge((dtype, _onednn_results(dtype)) for dtype in dtypes)
+    return judge((dtype, _onednn_results(dtype)) for dtype in dtypes)
 
 
-def _judge(cases: Iterable[tuple[torch.dtype, Iterator[tuple[str, torch.Tensor, torch.Tensor]]]]) -> str:
+def judge(cases: Iterable[tuple[torch.dtype, Iterator[tuple[str, torch.Tensor, torch.Tensor]]]]) -> str:
+    """The verdict on (type, (op, ours, expected) of each op) for each type."""
     try:
         for dtype, results in cases:
             for op, ours, expected in results:
