@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from proa.arch.delta_blocks import DeltaSpec
-from proa.kernels import backends, device_self_test
+from proa.kernels import backends
 from proa.kernels.delta import NONE, DeltaOps, StateSlots
+from proa.kernels.probe_device import verdict
 from proa.kernels.reference.delta import ReferenceDelta, TorchDelta
-from proa.units import Phase
+from proa.units import DType, Phase
 from tests.factories.delta_requests import SLOTS, two_requests
 from tests.factories.deltas import Deltas, Part, spec
 from tests.factories.gpu_packages import Fla, FlashInfer, install
@@ -144,15 +145,19 @@ def test_everything_is_made_on_the_device_of_the_rows(name: str, kind: str) -> N
 # The self-test
 
 
+def verdict_of(backend: str, state: DType) -> str:
+    return verdict(backend, state, "cpu")
+
+
 def broken(function: Any, change: Callable[[Any, Any], Any]) -> Any:
     return lambda **given: change(*function(**given))
 
 
 def test_a_kernel_that_computes_the_rule_passes_the_self_test(fla: Fla, flashinfer: FlashInfer) -> None:
-    assert device_self_test.verdict("triton", "float32", "cpu") == "passed"
+    assert verdict_of("triton", DType.F32) == "passed"
     assert {name for name, _ in fla.calls} == {"chunk gdn", "recurrent gdn", "chunk kda", "recurrent kda"}
-    for state in ("float32", "bfloat16"):
-        assert device_self_test.verdict("flashinfer", state, "cpu") == "passed"
+    for state in (DType.F32, DType.BF16):
+        assert verdict_of("flashinfer", state) == "passed"
     assert {name for name, _ in flashinfer.calls} == {"prefill", "decode"}
 
 
@@ -169,8 +174,8 @@ def test_a_kernel_that_computes_the_rule_passes_the_self_test(fla: Fla, flashinf
 def test_a_kernel_that_computes_something_else_fails_it_by_name(
     fla: Fla, module: str, name: str, change: Any, says: str
 ) -> None:
-    found = fla.modules[f"fla.ops.{module}"]
-    setattr(found, name, broken(getattr(found, name), change))
-    verdict = device_self_test.verdict("triton", "float32", "cpu")
-    assert verdict.startswith(f"failed: {says}")
-    assert "differs from the reference by" in verdict
+    functions = fla.modules[f"fla.ops.{module}"]
+    setattr(functions, name, broken(getattr(functions, name), change))
+    found = verdict_of("triton", DType.F32)
+    assert found.startswith(f"failed: {says}")
+    assert "differs from the reference by" in found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +20,7 @@ from proa.errors import KernelUnavailable
 from proa.kernels.apart import judge_apart
 from proa.kernels.caps import UNTESTED, DeviceCaps
 from proa.kernels.catalog import BLOCK_FORMATS, ONEDNN, has_onednn_bf16
+from proa.kernels.delta_catalog import FLASHINFER, limits_of
 from proa.kernels.kernel_info import NATIVE, has_native_vectors
 from proa.kernels.native.abi import Form, load_library
 from proa.kernels.native.build import build, library_path
@@ -27,7 +29,6 @@ from proa.kernels.native.sink import Direct
 from proa.kernels.onednn import OnednnDense
 from proa.kernels.probe_codes import fp8_results
 from proa.kernels.probe_delta import delta_results
-from proa.kernels.probe_device import self_test_device
 from proa.kernels.probe_experts import latent_results, moe_results, one_prompt
 from proa.kernels.reference.attention import ReferenceAttention
 from proa.kernels.reference.misc import ReferenceDense
@@ -44,10 +45,13 @@ from proa.kernels.verdicts import (
     with_verdict,
     write_verdict,
 )
+from proa.units import DType
 
 # Relative to the largest value of the expected result. bfloat16 results round once, by at most 2^-9, and the products
 # that led there were rounded too.
 TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-5, torch.bfloat16: 2e-2})
+
+DEVICE_WORKER, DEVICE_SECONDS = "proa.kernels.probe_device", 900.0  # FlashInfer and Triton compile what they run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +67,7 @@ def probe(caps: DeviceCaps, cache: Path, note: Callable[[str], None], *, again: 
     verdict = _verdict(onednn_file(cache, caps), lambda: self_test_onednn(caps.isa), note, again=again)
     caps = with_verdict(caps, ONEDNN, verdict)
     for backend in device_backends(caps):
-        test = partial(self_test_device, backend, caps.sm)
-        verdict = _verdict(device_file(cache, caps, backend), test, note, "", again=again)
-        caps = with_verdict(caps, backend, verdict)
+        caps = with_verdict(caps, backend, _device_verdict(backend, caps, cache, note, again=again))
     if caps.compiler is None or not has_native_vectors(caps.isa):
         return Probed(caps=caps, library=None)
     try:
@@ -121,6 +123,17 @@ def _verdict(judged: Path, test: Callable[[], str], note: Callable[[str], None],
     return verdict
 
 
+def _device_verdict(backend: str, caps: DeviceCaps, cache: Path, note: Callable[[str], None], *, again: bool) -> str:
+    try:
+        test = partial(self_test_device, backend, caps.sm)
+        verdict = _verdict(device_file(cache, caps, backend), test, note, again=again)
+    except OSError as error:  # no process could be started: may change any time
+        verdict = f"{FAILED}{error}"
+    if verdict != PASSED:
+        note(f"{backend} kernels are passed over: {verdict} (`proa doctor --build` tries again)")
+    return verdict
+
+
 def retest(caps: DeviceCaps, cache: Path) -> dict[str, str]:
     """Run the self-tests anew, by backend, whatever is remembered. Compiles nothing and keeps nothing."""
     verdicts = {ONEDNN: self_test_onednn(caps.isa)}
@@ -145,6 +158,14 @@ def self_test(library: Path, part: str) -> str:
         ".fp8": fp8_results,
     }[part]
     return judge((dtype, results(library, dtype)) for dtype in TOLERANCES)
+
+
+def self_test_device(backend: str, sm: str | None) -> str:
+    """As `self_test`, for another package's kernels of linear attention on a GPU with that compute capability, in a
+    process of its own. Raises OSError where none can be started."""
+    limits = limits_of(sm) if backend == FLASHINFER else None
+    state = (DType.F32 if limits is None else limits.state).value
+    return judge_apart(backend, [state], DEVICE_SECONDS, DEVICE_WORKER)[state]
 
 
 def self_test_onednn(isa: tuple[str, ...]) -> str:

@@ -1,35 +1,33 @@
-"""Self-test of another package's kernels on a GPU, in a process of its own. No torch here: the child imports it.
-
-A kernel that reads outside of its memory takes the process, or its use of the GPU, with it. That must cost a verdict
-and nothing else.
-"""
+"""The other side of apart.py for kernels on a GPU: runs a package's against the reference, and tells the verdict."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
+import os
+from collections.abc import Sequence
 
-from proa.kernels.delta_catalog import FLASHINFER, limits_of
-from proa.kernels.verdicts import FAILED, PASSED
+import torch
+
+from proa.arch.delta_blocks import Decay
+from proa.kernels import backends
+from proa.kernels.delta_catalog import TRITON
+from proa.kernels.probe import judge
+from proa.kernels.probe_delta import device_results
 from proa.units import DType
 
-CHILD = "proa.kernels.device_self_test"
-SECONDS = 900.0  # FlashInfer compiles what it runs
+
+def main(arguments: Sequence[str]) -> None:
+    """`BACKEND STATE_DTYPE` -> a line `["state dtype", "verdict"]` on stdout. Raises whatever the package raises."""
+    backend, state = arguments
+    answers = os.dup(1)
+    os.dup2(2, 1)  # compilers and tuners talk
+    line = json.dumps([state, verdict(backend, DType(state), "cuda")]) + "\n"
+    os.write(answers, line.encode())
 
 
-def self_test_device(backend: str, sm: str | None, *, seconds: float = SECONDS) -> str:
-    """`passed`, or `failed: ` and why, of one backend's kernels of linear attention on a GPU with that capability."""
-    limits = limits_of(sm) if backend == FLASHINFER else None
-    state = DType.F32 if limits is None else limits.state
-    command = [sys.executable, "-m", CHILD, backend, state.value]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return f"{FAILED}the self-test took more than {seconds:.0f} s"
-    except OSError as error:
-        return f"{FAILED}the self-test could not be started: {error.strerror}"
-    said = done.stdout.strip().splitlines()
-    if done.returncode == 0 and said and (said[-1] == PASSED or said[-1].startswith(FAILED)):
-        return said[-1]
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return f"{FAILED}the self-test ended with exit code {done.returncode}: {last}"
+def verdict(backend: str, state: DType, device: str) -> str:
+    decays = (Decay.HEAD, Decay.CHANNEL) if backend == TRITON else (Decay.HEAD,)
+    state_dtype = torch.float32 if state is DType.F32 else torch.bfloat16
+    with torch.inference_mode():
+        results = device_results(backends.DELTA[backend](None), decays, state_dtype, device)
+        return judge([(torch.bfloat16, results)])
