@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from proa.kernels.delta_catalog import (
     NATIVE_KEY,
     NATIVE_TAPS,
     NATIVE_VALUES,
+    PACKAGES,
     version,
 )
 from proa.kernels.kernel_info import KernelInfo
@@ -118,6 +121,30 @@ def test_every_condition_can_hold_and_can_fail(
     for condition in found:
         assert condition.check(FactView(GOOD | host, condition.reads)) is None
         assert isinstance(condition.check(FactView(GOOD | host | change, condition.reads)), Blocked)
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "says"),
+    [
+        ("triton", {"fla-core": None}, "triton needs fla-core, not installed (pip install 'proa[triton]')"),
+        ("triton", {"fla-core": None, "triton": None}, "triton needs triton and fla-core, not installed (pip "),
+        ("triton", {"fla-core": "0.5.1"}, "triton needs fla-core >=0.6,<0.7, not 0.5.1 (pip install 'proa[triton]')"),
+        ("flashinfer", {"flashinfer-python": "0.8.0"}, "flashinfer needs flashinfer-python >=0.7,<0.8, not 0.8.0 (pip"),
+    ],
+)
+def test_what_is_not_installed_is_said_with_the_command_that_installs_it(
+    backend: str, change: dict[str, Any], says: str
+) -> None:
+    facts = GOOD | {f"caps.library.{name}": text for name, text in change.items()}
+    (one, *_) = [c for c in conditions_of(backend) if c.id == f"kernel.{backend}.library"]
+    blocked = one.check(FactView(facts, one.reads))
+    assert blocked is not None and blocked.reason.startswith(says)
+
+
+def test_the_extras_install_the_versions_that_the_conditions_ask_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for backend, packages in PACKAGES.items():
+        assert set(project["optional-dependencies"][backend]) == {f"{name}{one}" for name, one in packages.items()}
 
 
 def test_no_condition_is_left_out_above() -> None:
