@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from proa.kernels.seam import Segment
 from proa.units import Phase
 from tests.factories.native import probed, why_not
 
+T = TypeVar("T", bound=Any)
 KINDS = ("gdn", "kda")
 BACKENDS = ("reference", "torch", "native")
 
@@ -84,6 +86,11 @@ class Part:
     wrong: int = 0
 
 
+def _moved(value: T, device: str) -> T:
+    """Every tensor of a dataclass."""
+    return type(value)(**{part.name: getattr(value, part.name).to(device) for part in fields(value)})
+
+
 class Deltas:
     """A random layer, the rows of some requests, and a state whose unwritten slots hold NaN."""
 
@@ -119,6 +126,11 @@ class Deltas:
             return DeltaRows.merged(mixed, self.spec)
         decay, gate = (values(rows, width).to(self.dtype) for width in (self.spec.decays, self.spec.values))
         return DeltaRows(mixed=mixed, decay=decay, gate=gate)
+
+    def to(self, device: str) -> None:
+        """Everything to another device."""
+        self.weights, self.state = _moved(self.weights, device), _moved(self.state, device)
+        self.rows = [_moved(rows, device) for rows in self.rows]
 
     def fresh_state(self) -> DeltaState:
         return DeltaState(

@@ -12,7 +12,7 @@ from tests.factories.hybrid_checkpoints import hybrid_config, hybrid_shapes
 GDN_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 """The head sizes of the releases: FlashInfer has no others."""
-INSTALLED = {"torch": "2.13.0+cu130", "triton": "3.5.0", "fla-core": "0.4.0", "flashinfer-python": "0.6.0"}
+INSTALLED = {"torch": "2.13.0+cu130", "triton": "3.5.0", "fla-core": "0.6.0", "flashinfer-python": "0.7.4"}
 
 
 TESTED = {"triton": "passed", "flashinfer": "passed"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from proa.kernels.delta_catalog import (
     NATIVE_KEY,
     NATIVE_TAPS,
     NATIVE_VALUES,
+    PACKAGES,
     version,
 )
 from proa.kernels.kernel_info import KernelInfo
@@ -34,8 +37,8 @@ GOOD: dict[str, Any] = {
     "plan.device": "cuda", "plan.state_dtype": "float32", "spec.delta_kinds": ["gdn"], "ask.exact": False,
     "spec.delta_sizes": {"key_dim": [128], "value_dim": [128], "taps": [4]}, "verify.is_tree": False,
     "schedule.prefill_chunk": 512, "caps.has_compiler": True, "caps.isa": ["avx512f"], "caps.sm": "9.0",
-    "caps.cuda_version": "12.4", "caps.library.triton": "3.5", "caps.library.fla-core": "0.4",
-    "caps.library.flashinfer-python": "0.6",
+    "caps.cuda_version": "12.4", "caps.library.triton": "3.5", "caps.library.fla-core": "0.6.2",
+    "caps.library.flashinfer-python": "0.7.4", "plan.dtype": "bfloat16",
     "caps.verdict.triton": "passed", "caps.verdict.flashinfer": "passed",
     **{f"caps.failed.{name}": None for name in (*OWN, "native.delta")},
 }  # fmt: skip
@@ -64,6 +67,10 @@ BREAKS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("triton", "device", {}, ON_CPU),
     ("triton", "library", {}, {"caps.library.fla-core": None}),
     ("triton", "library", {}, {"caps.library.triton": None}),
+    ("triton", "library", {}, {"caps.library.fla-core": "0.5.1"}),
+    ("triton", "library", {}, {"caps.library.fla-core": "0.7"}),
+    ("triton", "library", {}, {"caps.library.triton": "3.2.0"}),
+    ("triton", "dtype", {}, {"plan.dtype": "float32"}),
     ("triton", "sm", {}, {"caps.sm": "7.5"}),
     ("triton", "sizes", {}, sizes(key_dim=512)),
     ("triton", "state_dtype", {}, BF16),
@@ -77,6 +84,9 @@ BREAKS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("torch", "trees", {}, TREES),
     ("flashinfer", "device", {}, ON_CPU),
     ("flashinfer", "library", {}, {"caps.library.flashinfer-python": None}),
+    ("flashinfer", "library", {}, {"caps.library.flashinfer-python": "0.6.9"}),
+    ("flashinfer", "library", {}, {"caps.library.flashinfer-python": "0.8.0"}),
+    ("flashinfer", "dtype", {}, {"plan.dtype": "float32"}),
     ("flashinfer", "kind", {}, {"spec.delta_kinds": ["kda"]}),
     ("flashinfer", "sm", {}, {"caps.sm": "8.9"}),
     ("flashinfer", "sm", {}, {"caps.sm": None}),
@@ -111,6 +121,30 @@ def test_every_condition_can_hold_and_can_fail(
     for condition in found:
         assert condition.check(FactView(GOOD | host, condition.reads)) is None
         assert isinstance(condition.check(FactView(GOOD | host | change, condition.reads)), Blocked)
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "says"),
+    [
+        ("triton", {"fla-core": None}, "triton needs fla-core, not installed (pip install 'proa[triton]')"),
+        ("triton", {"fla-core": None, "triton": None}, "triton needs triton and fla-core, not installed (pip "),
+        ("triton", {"fla-core": "0.5.1"}, "triton needs fla-core >=0.6,<0.7, not 0.5.1 (pip install 'proa[triton]')"),
+        ("flashinfer", {"flashinfer-python": "0.8.0"}, "flashinfer needs flashinfer-python >=0.7,<0.8, not 0.8.0 (pip"),
+    ],
+)
+def test_what_is_not_installed_is_said_with_the_command_that_installs_it(
+    backend: str, change: dict[str, Any], says: str
+) -> None:
+    facts = GOOD | {f"caps.library.{name}": text for name, text in change.items()}
+    (one, *_) = [c for c in conditions_of(backend) if c.id == f"kernel.{backend}.library"]
+    blocked = one.check(FactView(facts, one.reads))
+    assert blocked is not None and blocked.reason.startswith(says)
+
+
+def test_the_extras_install_the_versions_that_the_conditions_ask_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for backend, packages in PACKAGES.items():
+        assert set(project["optional-dependencies"][backend]) == {f"{name}{one}" for name, one in packages.items()}
 
 
 def test_no_condition_is_left_out_above() -> None:

@@ -26,7 +26,7 @@ from proa.kernels.plugins import KernelPlugin, read_plugins
 from proa.kernels.verdicts import PASSED, with_verdicts
 from proa.plan.context import CapsFacts
 from proa.plan.rules.quant import VBMI, VNNI
-from proa.units import format_bytes
+from proa.units import DType, format_bytes
 
 # Decoding of one model on one host (docs/kernels.md): no promise for this one.
 _COSTS: Mapping[tuple[str, str], str] = MappingProxyType(
@@ -112,7 +112,7 @@ def kernel_verdicts(caps: DeviceCaps, plugins: Sequence[KernelPlugin]) -> list[d
         "spec.mixers": (),
         "plan.page_size": 16,
         "plan.kv_dtype": "",
-        "plan.dtype": "",
+        "plan.dtype": DType.BF16.value if caps.device == "cuda" else "",
         "plan.state_dtype": "float32",
         "spec.delta_kinds": (),
         "spec.delta_sizes": {"key_dim": (128,), "value_dim": (128,), "taps": (4,)},

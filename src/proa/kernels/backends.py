@@ -7,6 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from proa.kernels.delta import DeltaOps
+from proa.kernels.device_delta import DeviceDelta
+from proa.kernels.flashinfer_delta import FlashInferRule
 from proa.kernels.latent_seam import LatentOps
 from proa.kernels.native.abi import load_library
 from proa.kernels.native.delta import NativeDelta
@@ -21,6 +23,7 @@ from proa.kernels.reference.latent import ReferenceLatent
 from proa.kernels.reference.misc import ReferenceDense
 from proa.kernels.reference.moe import ReferenceMoE
 from proa.kernels.seam import AttentionOps, DenseOps, MoEOps
+from proa.kernels.triton_delta import TritonRule
 
 
 def _native_dense(library: Path | None) -> DenseOps:
@@ -42,6 +45,14 @@ def _native_moe(library: Path | None) -> MoEOps:
     return NativeMoE(loaded, Direct(loaded))
 
 
+def _triton_delta(_: Path | None) -> DeltaOps:
+    return DeviceDelta(TritonRule())
+
+
+def _flashinfer_delta(_: Path | None) -> DeltaOps:
+    return DeviceDelta(FlashInferRule())
+
+
 def _native_delta(library: Path | None) -> DeltaOps:
     return NativeDelta(Direct(load_library(library)))
 
@@ -59,5 +70,11 @@ MOE: Mapping[str, Callable[[Path | None], MoEOps]] = MappingProxyType(
     {"native": _native_moe, "reference": lambda _: ReferenceMoE()}
 )
 DELTA: Mapping[str, Callable[[Path | None], DeltaOps]] = MappingProxyType(
-    {"native": _native_delta, "torch": lambda _: TorchDelta(), "reference": lambda _: ReferenceDelta()}
+    {
+        "native": _native_delta,
+        "triton": _triton_delta,
+        "flashinfer": _flashinfer_delta,
+        "torch": lambda _: TorchDelta(),
+        "reference": lambda _: ReferenceDelta(),
+    }
 )

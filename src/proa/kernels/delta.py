@@ -78,7 +78,7 @@ class StateSlots:
     source: np.ndarray
     targets: np.ndarray
     kept: np.ndarray
-    memo: dict[Any, np.ndarray] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: list[int], targets: list[int], kept: list[int] | None = None) -> StateSlots:

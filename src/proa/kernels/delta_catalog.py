@@ -37,6 +37,29 @@ FLASHINFER_DIM = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """`least` and later, up to but without `below`."""
+
+    least: str
+    below: str
+
+    def holds(self, text: str) -> bool:
+        return version(self.least) <= version(text) < version(self.below)
+
+    def __str__(self) -> str:
+        return f">={self.least},<{self.below}"
+
+
+PACKAGES: Mapping[str, Mapping[str, Versions]] = MappingProxyType(
+    {
+        TRITON: {"triton": Versions(least="3.3", below="4"), "fla-core": Versions(least="0.6", below="0.7")},
+        FLASHINFER: {"flashinfer-python": Versions(least="0.7", below="0.8")},
+    }
+)
+"""By backend, as its extra in pyproject.toml: each was written after the sources of the least version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What FlashInfer's delta kernels ask for on one generation of GPUs: at least that CUDA (None: any), at most that
     many rows of a prefill, states of that type."""
@@ -68,14 +91,36 @@ class RunnerDefault:
 DEFAULTS = (RunnerDefault(phase=Phase.PREFILL, backend=FLASHINFER, kind=GDN, device="cuda"),)
 
 
-def _has_library(backend: str, *names: str) -> Condition:
-    facts_of = {name: f"caps.library.{name}" for name in names}
+def _has_packages(backend: str) -> Condition:
+    """Installed, and of a version whose interface the adapter was written for."""
+    bounds = PACKAGES[backend]
 
     def check(facts: FactView) -> Blocked | None:
-        lacking = [name for name, fact in facts_of.items() if facts[fact] is None]
-        return Blocked(f"{backend} needs {' and '.join(lacking)}, not installed", Source.HARDWARE) if lacking else None
+        found = {name: facts[f"caps.library.{name}"] for name in bounds}
+        missing = [name for name, text in found.items() if text is None]
+        other = [
+            f"{name} {bounds[name]}, not {text}"
+            for name, text in found.items()
+            if text is not None and not bounds[name].holds(text)
+        ]
+        if not missing and not other:
+            return None
+        said = "; ".join([*([f"{' and '.join(missing)}, not installed"] if missing else []), *other])
+        return Blocked(f"{backend} needs {said} (pip install 'proa[{backend}]')", Source.HARDWARE)
 
-    return condition(backend, "library", tuple(facts_of.values()), check)
+    return condition(backend, "library", tuple(f"caps.library.{name}" for name in bounds), check)
+
+
+def _computes_in_bfloat16(backend: str) -> Condition:
+    """In float32 their matrix products would be TF32, or there are none."""
+
+    def check(facts: FactView) -> Blocked | None:
+        dtype = facts["plan.dtype"]
+        if dtype == DType.BF16.value:
+            return None
+        return Blocked(f"{backend} computes in bfloat16, not {dtype}", Source.CONSTRAINT)
+
+    return condition(backend, "dtype", ("plan.dtype",), check)
 
 
 def _kind(backend: str, *kinds: str) -> Condition:
@@ -146,18 +191,19 @@ def _triton_sm(facts: FactView) -> Blocked | None:
 
 
 def _flashinfer_sm(facts: FactView) -> Blocked | None:
-    if _flashinfer_limits(facts) is not None:
+    if limits_of(facts["caps.sm"]) is not None:
         return None
     majors = " or ".join(f"{major}.x" for major in FLASHINFER_SM)
     return Blocked(f"flashinfer has delta kernels for SM {majors}, not {facts['caps.sm']}", Source.HARDWARE)
 
 
-def _flashinfer_limits(facts: FactView) -> Limits | None:
-    return FLASHINFER_SM.get(next(iter(version(facts["caps.sm"])), 0))
+def limits_of(sm: str | None) -> Limits | None:
+    """FlashInfer's on a GPU of that compute capability; None where it has no delta kernels."""
+    return FLASHINFER_SM.get(next(iter(version(sm)), 0))
 
 
 def _flashinfer_cuda(facts: FactView) -> Blocked | None:
-    limits, cuda = _flashinfer_limits(facts), facts["caps.cuda_version"]
+    limits, cuda = limits_of(facts["caps.sm"]), facts["caps.cuda_version"]
     if limits is None or limits.cuda is None or version(cuda) >= limits.cuda:
         return None
     least = ".".join(map(str, limits.cuda))
@@ -165,7 +211,7 @@ def _flashinfer_cuda(facts: FactView) -> Blocked | None:
 
 
 def _flashinfer_chunk(facts: FactView) -> Blocked | None:
-    limits, chunk = _flashinfer_limits(facts), facts["schedule.prefill_chunk"]
+    limits, chunk = limits_of(facts["caps.sm"]), facts["schedule.prefill_chunk"]
     if limits is None or chunk <= limits.chunk:
         return None
     return Blocked(
@@ -174,7 +220,7 @@ def _flashinfer_chunk(facts: FactView) -> Blocked | None:
 
 
 def _flashinfer_state(facts: FactView) -> Blocked | None:
-    limits, state = _flashinfer_limits(facts), facts["plan.state_dtype"]
+    limits, state = limits_of(facts["caps.sm"]), facts["plan.state_dtype"]
     if limits is None or state == limits.state.value:
         return None
     return Blocked(
@@ -194,7 +240,8 @@ def _flashinfer_heads(facts: FactView) -> Blocked | None:
 
 def _flashinfer(phase: Phase) -> Iterator[Condition]:
     yield needs_cuda(FLASHINFER)
-    yield _has_library(FLASHINFER, "flashinfer-python")
+    yield _has_packages(FLASHINFER)
+    yield _computes_in_bfloat16(FLASHINFER)
     yield _kind(FLASHINFER, GDN)
     yield condition(FLASHINFER, "sm", ("caps.sm",), _flashinfer_sm)
     yield condition(FLASHINFER, "cuda", ("caps.sm", "caps.cuda_version"), _flashinfer_cuda)
@@ -217,9 +264,10 @@ def _own(phase: Phase) -> Iterator[tuple[str, str, bool, tuple[Condition, ...]]]
     native = (*host, sizes, _state(NATIVE), *tests, *chains[NATIVE])
     yield NATIVE, "a CPU with avx2 or avx512 and a C++ compiler", True, native
     sm = condition(TRITON, "sm", ("caps.sm",), _triton_sm)
-    libraries, keys = _has_library(TRITON, "triton", "fla-core"), _sizes(TRITON, values=1, key=TRITON_KEY, taps=None)
-    triton = (needs_cuda(TRITON), libraries, sm, keys, _state(TRITON), _not_exact(TRITON, Blocks.AUTO), tested(TRITON))
-    yield TRITON, "a CUDA device and fla-core", False, (*triton, passed_self_test(TRITON), *chains[TRITON])
+    keys = _sizes(TRITON, values=1, key=TRITON_KEY, taps=None)
+    device = (needs_cuda(TRITON), _has_packages(TRITON), _computes_in_bfloat16(TRITON), sm, keys, _state(TRITON))
+    triton = (*device, _not_exact(TRITON, Blocks.AUTO), tested(TRITON), passed_self_test(TRITON), *chains[TRITON])
+    yield TRITON, "a CUDA device and fla-core", False, triton
     torch = (_state(TORCH), _not_exact(TORCH, Blocks.AUTO), passed_self_test(TORCH), *chains[TORCH])
     yield TORCH, "torch", False, torch
     yield FLASHINFER, "a CUDA device and flashinfer-python", False, tuple(_flashinfer(phase))

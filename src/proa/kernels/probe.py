@@ -19,6 +19,7 @@ from proa.errors import KernelUnavailable
 from proa.kernels.apart import judge_apart
 from proa.kernels.caps import UNTESTED, DeviceCaps
 from proa.kernels.catalog import BLOCK_FORMATS, ONEDNN, has_onednn_bf16
+from proa.kernels.delta_catalog import FLASHINFER, limits_of
 from proa.kernels.kernel_info import NATIVE, has_native_vectors
 from proa.kernels.native.abi import Form, load_library
 from proa.kernels.native.build import build, library_path
@@ -35,16 +36,21 @@ from proa.kernels.verdicts import (
     FAILED,
     PARTS,
     PASSED,
+    device_backends,
+    device_file,
     onednn_file,
     read_verdict,
     verdict_file,
     with_verdict,
     write_verdict,
 )
+from proa.units import DType
 
 # Relative to the largest value of the expected result. bfloat16 results round once, by at most 2^-9, and the products
 # that led there were rounded too.
 TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-5, torch.bfloat16: 2e-2})
+
+DEVICE_WORKER, DEVICE_SECONDS = "proa.kernels.probe_device", 900.0  # FlashInfer and Triton compile what they run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,8 @@ def probe(caps: DeviceCaps, cache: Path, note: Callable[[str], None], *, again: 
     """Compile and test what is untested; `again`: also what failed before. A failure is noted, never raised."""
     verdict = _verdict(onednn_file(cache, caps), lambda: self_test_onednn(caps.isa), note, again=again)
     caps = with_verdict(caps, ONEDNN, verdict)
+    for backend in device_backends(caps):
+        caps = with_verdict(caps, backend, _device_verdict(backend, caps, cache, note, again=again))
     if caps.compiler is None or not has_native_vectors(caps.isa):
         return Probed(caps=caps, library=None)
     try:
@@ -114,9 +122,21 @@ def _verdict(judged: Path, test: Callable[[], str], note: Callable[[str], None],
     return verdict
 
 
+def _device_verdict(backend: str, caps: DeviceCaps, cache: Path, note: Callable[[str], None], *, again: bool) -> str:
+    try:
+        test = partial(self_test_device, backend, caps.sm)
+        verdict = _verdict(device_file(cache, caps, backend), test, note, again=again)
+    except OSError as error:  # no process could be started: may change any time
+        verdict = f"{FAILED}{error}"
+    if verdict != PASSED:
+        note(f"{backend} kernels are passed over: {verdict} (`proa doctor --build` tries again)")
+    return verdict
+
+
 def retest(caps: DeviceCaps, cache: Path) -> dict[str, str]:
     """Run the self-tests anew, by backend, whatever is remembered. Compiles nothing and keeps nothing."""
     verdicts = {ONEDNN: self_test_onednn(caps.isa)}
+    verdicts |= {backend: self_test_device(backend, caps.sm) for backend in device_backends(caps)}
     if caps.compiler is not None:
         library = library_path(cache, caps.compiler, caps.isa)
         found = judge_apart(library, tuple(PARTS.values())) if library.is_file() else {}
@@ -136,16 +156,25 @@ def self_test(library: Path, part: str) -> str:
         ".delta": delta_results,
         ".fp8": fp8_results,
     }[part]
-    return _judge((dtype, results(library, dtype)) for dtype in TOLERANCES)
+    return judge((dtype, results(library, dtype)) for dtype in TOLERANCES)
+
+
+def self_test_device(backend: str, sm: str | None) -> str:
+    """As `self_test`, for another package's kernels of linear attention on a GPU with that compute capability, in a
+    process of its own. Raises OSError where none can be started."""
+    limits = limits_of(sm) if backend == FLASHINFER else None
+    state = (DType.F32 if limits is None else limits.state).value
+    return judge_apart(backend, [state], DEVICE_SECONDS, DEVICE_WORKER)[state]
 
 
 def self_test_onednn(isa: tuple[str, ...]) -> str:
     """As `self_test`, for the types in which oneDNN computes on such a CPU."""
     dtypes = [dtype for dtype in TOLERANCES if dtype == torch.float32 or has_onednn_bf16(isa)]
-    return _judge((dtype, _onednn_results(dtype)) for dtype in dtypes)
+    return judge((dtype, _onednn_results(dtype)) for dtype in dtypes)
 
 
-def _judge(cases: Iterable[tuple[torch.dtype, Iterator[tuple[str, torch.Tensor, torch.Tensor]]]]) -> str:
+def judge(cases: Iterable[tuple[torch.dtype, Iterator[tuple[str, torch.Tensor, torch.Tensor]]]]) -> str:
+    """The verdict on (type, (op, ours, expected) of each op) for each type."""
     try:
         for dtype, results in cases:
             for op, ours, expected in results:

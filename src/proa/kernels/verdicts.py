@@ -1,7 +1,8 @@
 """Self-test verdicts of this host's kernels, kept in the cache directory. Owns no test, compiles nothing, no torch.
 
-What was judged names the file: the native library's digest (sources, compiler, processor), or torch's version and the
-processor. The file repeats the library's own digest, so that it never speaks for a damaged or another one.
+What was judged names the file: the native library's digest (sources, compiler, processor), torch's version and the
+processor, or the versions of a package and of torch and the GPU. The file repeats the library's own digest, so that it
+never speaks for a damaged or another one.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from proa.kernels.caps import DeviceCaps
 from proa.kernels.catalog import ONEDNN
+from proa.kernels.delta_catalog import FLASHINFER, PACKAGES, limits_of
 from proa.kernels.kernel_info import NATIVE
 from proa.kernels.native.build import library_path
 
@@ -31,6 +33,8 @@ NO_FILE = "-"  # stands for the digest where nothing was compiled
 def with_verdicts(caps: DeviceCaps, cache: Path) -> DeviceCaps:
     """`caps` with the verdicts that are known of its kernels."""
     caps = with_verdict(caps, ONEDNN, read_verdict(onednn_file(cache, caps)))
+    for backend in device_backends(caps):
+        caps = with_verdict(caps, backend, read_verdict(device_file(cache, caps, backend)))
     if caps.compiler is None:
         return caps
     try:
@@ -49,8 +53,29 @@ def with_verdict(caps: DeviceCaps, name: str, verdict: str | None) -> DeviceCaps
 
 def onednn_file(cache: Path, caps: DeviceCaps) -> Path:
     """What stands for torch's oneDNN on this processor where a native kernel has its library. It is never written."""
-    words = (caps.libraries.get("torch", "none"), *caps.isa)
-    return cache / "kernels" / f"onednn-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]}"
+    return _file_of(cache, ONEDNN, (caps.libraries.get("torch", "none"), *caps.isa))
+
+
+def device_backends(caps: DeviceCaps) -> tuple[str, ...]:
+    """Of the packages with kernels for a GPU, those that are installed and have some for this one."""
+    if caps.device != "cuda":
+        return ()
+    return tuple(
+        backend
+        for backend, packages in PACKAGES.items()
+        if all(name in caps.libraries and one.holds(caps.libraries[name]) for name, one in packages.items())
+        and (backend != FLASHINFER or limits_of(caps.sm) is not None)
+    )
+
+
+def device_file(cache: Path, caps: DeviceCaps, backend: str) -> Path:
+    """As `onednn_file`, for the kernels of another package on the GPU that runs."""
+    versions = [f"{name} {caps.libraries.get(name, 'none')}" for name in ("torch", *PACKAGES[backend])]
+    return _file_of(cache, backend, (*versions, caps.gpus[0].name, caps.gpus[0].sm))
+
+
+def _file_of(cache: Path, name: str, words: Iterable[str]) -> Path:
+    return cache / "kernels" / f"{name}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]}"
 
 
 def verdict_file(judged: Path, part: str = "") -> Path:

@@ -22,12 +22,23 @@ from proa.kernels.native import abi
 from proa.kernels.native.abi import Kind
 from proa.kernels.native.build import library_path
 from proa.kernels.onednn import OnednnDense
-from proa.kernels.probe import probe, retest, self_test_onednn
-from proa.kernels.verdicts import PARTS, PASSED, onednn_file, read_verdict, verdict_file, with_verdicts, write_verdict
+from proa.kernels.probe import probe, retest, self_test_device, self_test_onednn
+from proa.kernels.verdicts import (
+    PARTS,
+    PASSED,
+    device_backends,
+    device_file,
+    onednn_file,
+    read_verdict,
+    verdict_file,
+    with_verdicts,
+    write_verdict,
+)
 from proa.units import Numerics
 from tests.factories.compilers import ILLEGAL, WRONG, StandIn, copying, failing, faulty, real_compiler
 from tests.factories.headers import planned, write_tiny_headers
 from tests.factories.native import probed
+from tests.plan.hybrid_headers import WIDE, gpu_host, write_hybrid_headers
 
 ISA = ("avx2", "fma", "f16c")
 
@@ -319,3 +330,84 @@ def test_retesting_looks_at_the_library_itself_and_not_at_what_is_remembered(tmp
     write_verdict(damaged, PASSED, pytest.fail)
     damaged.write_bytes(b"damaged")
     assert retest(other, tmp_path)["native"].startswith("failed: ")
+
+
+# kernels of other packages on a GPU
+
+
+GPU = replace(gpu_host("9.0"), compiler=None)
+
+
+def test_the_kernels_of_a_gpu_are_judged_once_and_the_plan_takes_those_that_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caps, asked = replace(GPU, kernels={}), []
+    model = write_hybrid_headers(tmp_path / "gdn", "qwen3_next", **WIDE)
+    assert linear(model, with_verdicts(caps, tmp_path)) == ("torch",) * 3
+    answers = {"triton": PASSED, "flashinfer": "failed: states differ"}
+
+    def test(backend: str, sm: str | None) -> str:
+        asked.append((backend, sm))
+        return answers[backend]
+
+    monkeypatch.setattr(module, "self_test_device", test)
+    notes: list[str] = []
+    found = probe(caps, tmp_path, notes.append).caps
+    assert {name: found.kernels[name] for name in answers} == answers
+    assert notes == ["flashinfer kernels are passed over: failed: states differ (`proa doctor --build` tries again)"]
+    assert linear(model, found) == ("triton",) * 3
+    assert probe(caps, tmp_path, silent).caps == found == with_verdicts(caps, tmp_path)
+    assert asked == [("triton", "9.0"), ("flashinfer", "9.0")]
+    answers["flashinfer"] = PASSED
+    found = probe(caps, tmp_path, silent, again=True).caps
+    assert asked[2:] == [("flashinfer", "9.0")]
+    assert linear(model, found) == ("flashinfer", "triton", "triton")
+    assert {name: retest(caps, tmp_path)[name] for name in answers} == answers
+
+
+def linear(model: Path, caps: DeviceCaps) -> tuple[str | None, ...]:
+    plan = planned(model, caps=caps).target.plan.linear_attention
+    return plan.prefill.value, plan.decode.value, plan.verify.value
+
+
+@pytest.mark.parametrize(
+    ("caps", "backends"),
+    [
+        (GPU, ("triton", "flashinfer")),
+        (replace(GPU, device="cpu"), ()),
+        (replace(GPU, libraries={"torch": "2.13.0+cu130"}), ()),
+        (replace(GPU, libraries={**GPU.libraries, "fla-core": "0.5.0"}), ("flashinfer",)),
+        (replace(GPU, libraries={**GPU.libraries, "flashinfer-python": "0.8.1"}), ("triton",)),
+        (gpu_host("8.9"), ("triton",)),
+    ],
+)
+def test_which_packages_have_something_to_judge(caps: DeviceCaps, backends: tuple[str, ...]) -> None:
+    assert device_backends(caps) == backends
+
+
+def test_the_verdict_on_a_package_belongs_to_its_version_torch_and_the_gpu(tmp_path: Path) -> None:
+    others = [replace(GPU, libraries={**GPU.libraries, name: "9.9"}) for name in ("torch", "triton", "fla-core")]
+    files = {device_file(tmp_path, one, "triton") for one in (GPU, gpu_host("10.0"), *others)}
+    assert len(files) == 5 and device_file(tmp_path, GPU, "flashinfer") not in files
+
+
+def test_a_package_that_cannot_be_imported_is_a_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the process that tests, where nothing is missing here but the package."""
+    monkeypatch.setattr(sys, "path", [write_package(tmp_path, "raise ImportError('no libcuda.so.1')"), *sys.path])
+    assert self_test_device("triton", "9.0") == (
+        "failed: the self-test ended with exit code 1: ImportError: no libcuda.so.1"
+    )
+
+
+def test_a_package_that_takes_its_process_with_it_is_a_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body = "import os\nprint('compiling', flush=True)\nos.abort()"
+    monkeypatch.setattr(sys, "path", [write_package(tmp_path, body), *sys.path])
+    assert self_test_device("flashinfer", "10.0") == "failed: the self-test died of SIGABRT"
+
+
+def write_package(root: Path, body: str) -> str:
+    """What is imported in place of fla-core and flashinfer."""
+    for name in ("fla", "flashinfer"):
+        (root / name).mkdir()
+        (root / name / "__init__.py").write_text(body)
+    return str(root)

@@ -134,6 +134,21 @@ def prepare(
     slots: StateSlots,
 ) -> Operands:
     """From projected rows to the rule's operands: convolution, gates, lengths. Writes the convolution states."""
+    total = convolve(mixed, weights, spec, state, counts, slots)
+    betas = mixed[:, spec.channels : spec.channels + spec.value_heads].float()
+    made = [_row(*parts, weights, spec) for parts in zip(total, betas, decay.float() + weights.bias, strict=True)]
+    return Operands(**{part.name: torch.stack([getattr(row, part.name) for row in made]) for part in fields(Operands)})
+
+
+def convolve(
+    mixed: torch.Tensor,
+    weights: DeltaWeights,
+    spec: DeltaSpec,
+    state: DeltaState,
+    counts: np.ndarray,
+    slots: StateSlots,
+) -> torch.Tensor:
+    """The convolution's sums over q, k, v [T, C], float32. Writes the convolution states."""
     pool = torch.cat((_histories(state, slots.source).flatten(0, 1), mixed[:, : spec.channels]))
     seen = torch.from_numpy(_window(counts, spec.taps))  # [T, K], rows of `pool`
     wanted = torch.from_numpy(np.flatnonzero(slots.targets >= 0))
@@ -141,9 +156,7 @@ def prepare(
     total = pool[seen[:, 0]].float() * weights.conv[0]
     for tap in range(1, spec.taps):
         total = total + pool[seen[:, tap]].float() * weights.conv[tap]
-    betas = mixed[:, spec.channels : spec.channels + spec.value_heads].float()
-    made = [_row(*parts, weights, spec) for parts in zip(total, betas, decay.float() + weights.bias, strict=True)]
-    return Operands(**{part.name: torch.stack([getattr(row, part.name) for row in made]) for part in fields(Operands)})
+    return total
 
 
 def _row(total: torch.Tensor, b: torch.Tensor, a: torch.Tensor, weights: DeltaWeights, spec: DeltaSpec) -> Operands:
@@ -226,7 +239,7 @@ def recur(
 ) -> torch.Tensor:
     """Row 0 of every request, then row 1 of those that have one, ... [T, Hv, dv]. Writes the wanted states."""
     out, firsts = torch.empty_like(operands.v), np.cumsum(counts) - counts
-    states, live = _states(state, source), np.arange(len(counts))
+    states, live = states_before(state, source), np.arange(len(counts))
     for row in range(int(counts.max())):
         still = np.flatnonzero(counts[live] > row)
         if len(still) < len(live):
@@ -239,7 +252,7 @@ def recur(
     return out
 
 
-def _states(state: DeltaState, source: np.ndarray) -> torch.Tensor:
+def states_before(state: DeltaState, source: np.ndarray) -> torch.Tensor:
     """[B, Hv, dk, dv]: a copy of the states before each request's first row."""
     states = state.delta[torch.from_numpy(np.maximum(source, 0))]
     states[torch.from_numpy(source < 0)] = 0
@@ -250,7 +263,7 @@ def _prefill(
     out: torch.Tensor, operands: Operands, state: DeltaState, rows: range, start: int, source: int, slots: StateSlots
 ) -> None:
     """One request, whose first row stands at position `start`: recurrent up to a boundary, blocks, recurrent again."""
-    states, at = _states(state, np.array([source])), rows.start
+    states, at = states_before(state, np.array([source])), rows.start
     while at < rows.stop:
         is_block = (start + at - rows.start) % BLOCK == 0 and rows.stop - at >= BLOCK
         count = BLOCK if is_block else 1
@@ -296,7 +309,7 @@ def _pairs(x: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> torch.Tenso
     Decays per channel are split at the first row of i's sub-block: both factors stay at most 1. Inside a sub-block they
     are taken pair by pair.
     """
-    later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
     if total.shape[-1] == 1:
         gaps = (total - total.transpose(1, 2)).masked_fill(later, float("-inf"))
         return (x @ k.transpose(1, 2)) * _factor(gaps)
