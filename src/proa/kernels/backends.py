@@ -13,6 +13,7 @@ from proa.kernels.native.delta import NativeDelta
 from proa.kernels.native.latent import NativeLatent
 from proa.kernels.native.moe import NativeMoE
 from proa.kernels.native.ops import NativeAttention, NativeDense
+from proa.kernels.native.sample import NativeSample
 from proa.kernels.native.sink import Direct
 from proa.kernels.onednn import OnednnDense
 from proa.kernels.reference.attention import ReferenceAttention
@@ -20,7 +21,8 @@ from proa.kernels.reference.delta import ReferenceDelta, TorchDelta
 from proa.kernels.reference.latent import ReferenceLatent
 from proa.kernels.reference.misc import ReferenceDense
 from proa.kernels.reference.moe import ReferenceMoE
-from proa.kernels.seam import AttentionOps, DenseOps, MoEOps
+from proa.kernels.reference.sample import ReferenceSample
+from proa.kernels.seam import AttentionOps, DenseOps, MoEOps, SampleOps
 
 
 def _native_dense(library: Path | None) -> DenseOps:
@@ -46,6 +48,10 @@ def _native_delta(library: Path | None) -> DeltaOps:
     return NativeDelta(Direct(load_library(library)))
 
 
+def _native_sample(library: Path | None) -> SampleOps:
+    return NativeSample(Direct(load_library(library)))
+
+
 DENSE: Mapping[str, Callable[[Path | None], DenseOps]] = MappingProxyType(
     {"native": _native_dense, "onednn": lambda _: OnednnDense(), "reference": lambda _: ReferenceDense()}
 )
@@ -60,4 +66,7 @@ MOE: Mapping[str, Callable[[Path | None], MoEOps]] = MappingProxyType(
 )
 DELTA: Mapping[str, Callable[[Path | None], DeltaOps]] = MappingProxyType(
     {"native": _native_delta, "torch": lambda _: TorchDelta(), "reference": lambda _: ReferenceDelta()}
+)
+SAMPLING: Mapping[str, Callable[[Path | None], SampleOps]] = MappingProxyType(
+    {"native": _native_sample, "reference": lambda _: ReferenceSample()}
 )
