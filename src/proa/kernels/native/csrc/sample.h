@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "op.h"
@@ -15,7 +14,7 @@
 namespace proa {
 
 constexpr int64_t UNDECIDED = -1;
-constexpr float NEVER = -std::numeric_limits<float>::infinity();
+constexpr float MASKED = -INFINITY;
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9, MIX_2 = 0x94D049BB133111EB;  // SplitMix64
 constexpr double MOST_NOISE = 45.1;  // of the smallest uniform number, 2^-65
 constexpr double TIE = 1e-9;         // scores: far more than two libraries' logarithms differ by
@@ -53,7 +52,7 @@ template <class F> static inline void each(const float* x, int64_t size, F f) {
     int64_t i = 0;
     for (; i + 16 <= size; i += 16) f(i, load<f32x16>(x + i));
     if (i == size) return;
-    f32x16 last = splat(NEVER);
+    f32x16 last = splat(MASKED);
     std::memcpy(&last, x + i, (size - i) * sizeof(float));
     f(i, last);
 }
@@ -70,17 +69,17 @@ struct Largest { float value; int64_t id; bool has_nan; };
 // The largest value and the lowest id that has it; with a NaN in the row the id of the first one.
 static Largest largest(const float* x, int64_t size) {
     constexpr int64_t PART = 1024;  // searched again for the id
-    Largest best{NEVER, 0, false};
+    Largest best{MASKED, 0, false};
     for (int64_t part = 0; part < size; part += PART) {
         const int64_t count = std::min(PART, size - part);
-        f32x16 top[2] = {splat(NEVER), splat(NEVER)};
+        f32x16 top[2] = {splat(MASKED), splat(MASKED)};
         i32x16 nan{};
         each(x + part, count, [&](int64_t i, f32x16 v) {
             f32x16& t = top[i / 16 % 2];
             t = max(v, t);
             nan |= v != v;
         });
-        if (lanes(nan)) return {NEVER, part + first_id(x + part, count, [](float v) { return v != v; }), true};
+        if (lanes(nan)) return {MASKED, part + first_id(x + part, count, [](float v) { return v != v; }), true};
         const float value = max(max(top[0], top[1]));
         if (value > best.value) best = {value, part, false};
     }
@@ -141,7 +140,7 @@ static Winner winner(const Row& row, uint64_t key, Place end) {
     float lowest = end.value, threshold = 0;
     const auto consider = [&](int64_t i) {
         const float value = row.at(i);
-        if (i == id || !(value > NEVER) || !end.is_after(value, i)) return;
+        if (i == id || !(value > MASKED) || !end.is_after(value, i)) return;
         const double score = value + gumbel(key, i);
         if (score <= best) { next = std::max(next, score); return; }
         next = best, best = score, id = i;
@@ -185,16 +184,16 @@ static Head head(const Row& row, Place place) {
 static float kth_largest(const float* x, int64_t size, int64_t k) {
     constexpr int64_t VECTORS = 32;  // of one group per lane
     std::vector<float> found;
-    f32x16 top = splat(NEVER);
+    f32x16 top = splat(MASKED);
     each(x, size, [&](int64_t i, f32x16 v) {
         top = max(v, top);
         if (i / 16 % VECTORS == VECTORS - 1 || i + 16 >= size) {
             for (int lane = 0; lane < 16; lane++) found.push_back(top[lane]);
-            top = splat(NEVER);
+            top = splat(MASKED);
         }
     });
     const auto nth = [&] { std::nth_element(found.begin(), found.begin() + k - 1, found.end(), std::greater<float>()); return found[k - 1]; };
-    const float bound = k <= int64_t(found.size()) ? nth() : NEVER;
+    const float bound = k <= int64_t(found.size()) ? nth() : MASKED;
     found.clear();
     each(x, size, [&](int64_t, f32x16 v) {
         for (uint32_t left = lanes(v >= bound); left; left &= left - 1) found.push_back(v[__builtin_ctz(left)]);
@@ -204,7 +203,7 @@ static float kth_largest(const float* x, int64_t size, int64_t k) {
 
 // The mass that top-p takes its part of: of all ids, or of the k first.
 static double whole_mass(const Row& row, int64_t top_k) {
-    if (!top_k) return head(row, {NEVER, 0}).mass;
+    if (!top_k) return head(row, {MASKED, 0}).mass;
     const float last = row.scaled(kth_largest(row.x, row.size, top_k));
     const Head above = head(row, {last, 0});
     return above.mass + double(top_k - above.count) * std::exp(double(last));
@@ -218,10 +217,10 @@ static int64_t draw(const float* x, int64_t size, const Draw& d) {
     const Row row{x, size, top.id, top.value, temperature};
     const int64_t top_k = d.top_k < size ? d.top_k : 0;
     double wanted = 0;
-    for (Place end{NEVER, 0};;) {
+    for (Place end{MASKED, 0};;) {
         const Winner won = winner(row, d.key, end);
         if (!won.is_sure) return UNDECIDED;
-        if (won.id == row.best || (!top_k && d.top_p >= 1 && d.floor == NEVER)) return won.id;
+        if (won.id == row.best || (!top_k && d.top_p >= 1 && d.floor == MASKED)) return won.id;
         end = {won.value, won.id};
         if (won.value < d.floor) continue;
         if (!top_k && d.top_p >= 1) return won.id;
