@@ -5,7 +5,6 @@
 // that is left, so keeping a mass p takes about 1 + ln(1 / p) draws.
 #pragma once
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <vector>
 
@@ -16,10 +15,11 @@ namespace proa {
 constexpr int64_t UNDECIDED = -1;
 constexpr float MASKED = -INFINITY;
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9, MIX_2 = 0x94D049BB133111EB;  // SplitMix64
-constexpr double MOST_NOISE = 45.1;  // of the smallest uniform number, 2^-65
-constexpr double TIE = 1e-9;         // scores: far more than two libraries' logarithms differ by
-constexpr double BAND = 1e-4;        // masses, relative: far more than the error of sums of float32 exponentials
-constexpr double SLACK = 1e-3;       // bounds on scores: far more than the error of a float32 exponential
+constexpr double LOG2E = 1.4426950408889634;
+constexpr double MOST_NOISE = 65.01;  // base 2, of the smallest uniform number, 2^-65
+constexpr double TIE = 1e-9;          // scores: far more than two libraries' logarithms differ by
+constexpr double BAND = 1e-4;         // masses, relative: far more than the error of sums of float32 exponentials
+constexpr float SLACK = 1e-3f;        // bounds, base 2: far more than the error of `Row::power`
 
 struct Draw {  // native/sample.py: DRAW
     int64_t row;
@@ -28,10 +28,7 @@ struct Draw {  // native/sample.py: DRAW
     double temperature, top_p, floor;
 };
 
-using u32x8 = uint32_t __attribute__((vector_size(32)));
 using u64x8 = uint64_t __attribute__((vector_size(64)));
-using f64x8 = double __attribute__((vector_size(64)));
-using f32x8 = float __attribute__((vector_size(32)));
 
 // One bit per lane of a comparison.
 static inline uint32_t lanes(i32x16 mask) {
@@ -44,6 +41,15 @@ static inline uint32_t lanes(i32x16 mask) {
     uint32_t bits = 0;
     for (int i = 0; i < 16; i++) bits |= uint32_t(mask[i] < 0) << i;
     return bits;
+#endif
+}
+
+// Those lanes that are at least `bound`.
+static inline uint32_t reaching(f32x16 v, float bound) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(bound), _CMP_GE_OQ);
+#else
+    return lanes(v >= bound);
 #endif
 }
 
@@ -72,15 +78,14 @@ static Largest largest(const float* x, int64_t size) {
     Largest best{MASKED, 0, false};
     for (int64_t part = 0; part < size; part += PART) {
         const int64_t count = std::min(PART, size - part);
-        f32x16 top[2] = {splat(MASKED), splat(MASKED)};
+        f32x16 top = splat(MASKED);
         i32x16 nan{};
-        each(x + part, count, [&](int64_t i, f32x16 v) {
-            f32x16& t = top[i / 16 % 2];
-            t = max(v, t);
+        each(x + part, count, [&](int64_t, f32x16 v) {
+            top = max(v, top);
             nan |= v != v;
         });
         if (lanes(nan)) return {MASKED, part + first_id(x + part, count, [](float v) { return v != v; }), true};
-        const float value = max(max(top[0], top[1]));
+        const float value = max(top);
         if (value > best.value) best = {value, part, false};
     }
     best.id += first_id(x + best.id, std::min(PART, size - best.id), [&](float v) { return v == best.value; });
@@ -88,20 +93,24 @@ static Largest largest(const float* x, int64_t size) {
 }
 
 // A row as it is drawn from: values relative to the largest one, divided by the temperature, in the definition's float32.
+// `power` is about as much base 2, times 2^23, for bounds: a product where the definition divides, off by less than SLACK
+// where it matters, above -150.
 struct Row {
     const float* x;
     int64_t size, best;  // best: the id of the largest
-    float largest, temperature;
+    float largest, temperature, factor = float(LOG2E / temperature * 0x1p23);
 
     template <class V> V scaled(V v) const { return (v - largest) / temperature; }
+    f32x16 power(f32x16 v) const { return (v - largest) * factor; }
     float at(int64_t id) const { return scaled(x[id]); }
 };
 
-// A place in the total order.
+// A place in the total order. Nothing at or after `power` comes before it.
 struct Place {
     float value;
     int64_t id;
     bool is_after(float v, int64_t i) const { return v > value || (v == value && i < id); }
+    float power() const { return (float(value * LOG2E) - SLACK * (1 - value)) * 0x1p23f; }
 };
 
 static inline u64x8 mixed(u64x8 w) {
@@ -109,13 +118,13 @@ static inline u64x8 mixed(u64x8 w) {
     return (w ^ (w >> 27)) * MIX_2;  // the last step of the mix leaves the upper 31 bits alone
 }
 
-// 2^24 times at most the uniform numbers of ids [first, first + 16).
-static inline f32x16 uniform_floors(uint64_t key, int64_t first) {
-    constexpr u64x8 steps = {GAMMA, 2 * GAMMA, 3 * GAMMA, 4 * GAMMA, 5 * GAMMA, 6 * GAMMA, 7 * GAMMA, 8 * GAMMA};
-    const u64x8 words = steps + (key + uint64_t(first) * GAMMA);
-    u32x8 upper[2] = {__builtin_convertvector(mixed(words) >> 40, u32x8),
-                      __builtin_convertvector(mixed(words + 8 * GAMMA) >> 40, u32x8)};
-    return __builtin_convertvector(load<i32x16>(upper), f32x16);
+// 2^23 (32 + 127 + the logarithms, base 2, of the uniform numbers of ids [first, first + 16)), or less by at most 0.09 * 2^23:
+// the upper 32 bits of a number, as a float, have bits that are a logarithm with a straight line for its fraction.
+static inline f32x16 low_logs(uint64_t key, int64_t first) {
+    constexpr u64x8 steps = {GAMMA, 3 * GAMMA, 5 * GAMMA, 7 * GAMMA, 9 * GAMMA, 11 * GAMMA, 13 * GAMMA, 15 * GAMMA};
+    const u64x8 even = steps + (key + uint64_t(first) * GAMMA), odd = even + GAMMA;
+    const u64x8 upper = mixed(even) >> 32 | (mixed(odd) & ~uint64_t(0xFFFFFFFF));
+    return __builtin_convertvector((i32x16)__builtin_convertvector((u32x16)upper, f32x16), f32x16);
 }
 
 // The noise of one id, up to the last bits of the logarithms; the uniform number is the definition's, bit for bit.
@@ -133,26 +142,25 @@ static double gumbel(uint64_t key, int64_t id) {
 struct Winner { int64_t id; float value; bool is_sure; };
 
 // The id with the largest value plus noise among those before `end`, which the best id must be. Noise is at most
-// -log(uniform), so a score of s takes exp(value) >= exp(s) * uniform: what fails that for the best s so far is passed over.
+// -log(uniform): what cannot reach the largest sum so far with that much is passed over.
 static Winner winner(const Row& row, uint64_t key, Place end) {
     int64_t id = -1;
     double best = -INFINITY, next = -INFINITY;
-    float lowest = end.value, threshold = 0;
+    float lowest = 0, bound = 0;  // in powers: what a value must reach, and its sum with the noise
     const auto consider = [&](int64_t i) {
         const float value = row.at(i);
         if (i == id || !(value > MASKED) || !end.is_after(value, i)) return;
-        const double score = value + gumbel(key, i);
-        if (score <= best) { next = std::max(next, score); return; }
-        next = best, best = score, id = i;
-        lowest = std::max(end.value, float(best - MOST_NOISE - SLACK));
-        threshold = float(std::exp(best) * (1 - SLACK) * 0x1p-24);
+        const double sum = value + gumbel(key, i);
+        if (sum <= best) { next = std::max(next, sum); return; }
+        next = best, best = sum, id = i;
+        bound = (float(best * LOG2E) - SLACK - (32 + 127)) * 0x1p23f;
+        lowest = std::max(end.power(), (float(best * LOG2E - MOST_NOISE) - SLACK) * 0x1p23f);
     };
     consider(row.best);
     each(row.x, row.size, [&](int64_t first, f32x16 x) {
-        const f32x16 values = row.scaled(x);
-        const i32x16 near = values >= lowest;
-        if (!lanes(near)) return;
-        uint32_t left = lanes(near & (exp(values) >= uniform_floors(key, first) * threshold));
+        const f32x16 power = row.power(x);
+        if (!reaching(power, lowest)) return;
+        uint32_t left = reaching(power - low_logs(key, first), bound);
         for (; left; left &= left - 1) consider(first + __builtin_ctz(left));
     });
     return {id, row.at(id), best - next > TIE};
@@ -163,47 +171,49 @@ struct Head { int64_t count; double mass; };
 // How many ids come before `place`, and the sum of their exponentials.
 static Head head(const Row& row, Place place) {
     const i32x16 steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    int64_t count = 0;
-    f64x8 mass{};
+    const float lowest = place.power();
+    Head found{0, 0};
     each(row.x, row.size, [&](int64_t first, f32x16 x) {
+        if (!reaching(row.power(x), lowest)) return;
         const f32x16 values = row.scaled(x);
-        if (!lanes(values >= place.value)) return;
         const i32x16 before = (values > place.value) | ((values == place.value) & (steps + int32_t(first) < int32_t(place.id)));
-        count += __builtin_popcount(lanes(before));
-        const f32x16 kept = before ? exp(values) : f32x16{};
-        f32x8 half[2]; std::memcpy(half, &kept, 64);
-        mass += __builtin_convertvector(half[0], f64x8) + __builtin_convertvector(half[1], f64x8);
+        if (!lanes(before)) return;
+        found.count += __builtin_popcount(lanes(before));
+        found.mass += sum(before ? exp(values) : f32x16{});
     });
-    double total = 0;
-    for (int i = 0; i < 8; i++) total += mass[i];
-    return {count, total};
+    return found;
 }
 
 // The k-th largest value of a row of more than k: at least k of the maxima of disjoint groups reach the k-th of those, so
 // it is among the few values that do.
 static float kth_largest(const float* x, int64_t size, int64_t k) {
-    constexpr int64_t VECTORS = 32;  // of one group per lane
+    const int64_t part = std::max<int64_t>(1, size / std::max<int64_t>(4 * k, 512)) * 16;  // ids of a group per lane
     std::vector<float> found;
-    f32x16 top = splat(MASKED);
-    each(x, size, [&](int64_t i, f32x16 v) {
-        top = max(v, top);
-        if (i / 16 % VECTORS == VECTORS - 1 || i + 16 >= size) {
-            for (int lane = 0; lane < 16; lane++) found.push_back(top[lane]);
-            top = splat(MASKED);
-        }
-    });
+    for (int64_t i = 0; i < size; i += part) {
+        f32x16 top = splat(MASKED);
+        each(x + i, std::min(part, size - i), [&](int64_t, f32x16 v) { top = max(v, top); });
+        for (int lane = 0; lane < 16; lane++) found.push_back(top[lane]);
+    }
     const auto nth = [&] { std::nth_element(found.begin(), found.begin() + k - 1, found.end(), std::greater<float>()); return found[k - 1]; };
     const float bound = k <= int64_t(found.size()) ? nth() : MASKED;
     found.clear();
     each(x, size, [&](int64_t, f32x16 v) {
-        for (uint32_t left = lanes(v >= bound); left; left &= left - 1) found.push_back(v[__builtin_ctz(left)]);
+        for (uint32_t left = reaching(v, bound); left; left &= left - 1) found.push_back(v[__builtin_ctz(left)]);
     });
     return nth();
 }
 
 // The mass that top-p takes its part of: of all ids, or of the k first.
 static double whole_mass(const Row& row, int64_t top_k) {
-    if (!top_k) return head(row, {MASKED, 0}).mass;
+    if (!top_k) {
+        double mass = 0;
+        for (int64_t part = 0; part < row.size; part += 1024) {
+            f32x16 sums{};
+            each(row.x + part, std::min<int64_t>(1024, row.size - part), [&](int64_t, f32x16 x) { sums += exp(row.power(x) * float(0x1p-23 / LOG2E)); });
+            mass += sum(sums);
+        }
+        return mass;
+    }
     const float last = row.scaled(kth_largest(row.x, row.size, top_k));
     const Head above = head(row, {last, 0});
     return above.mass + double(top_k - above.count) * std::exp(double(last));
@@ -212,8 +222,8 @@ static double whole_mass(const Row& row, int64_t top_k) {
 static int64_t draw(const float* x, int64_t size, const Draw& d) {
     const Largest top = largest(x, size);
     if (d.temperature == 0) return top.id;
-    const float temperature = std::max(float(d.temperature), FLT_MIN);
-    if (top.has_nan || std::isinf(top.value) || std::isinf(temperature)) return UNDECIDED;
+    const float temperature = float(d.temperature);
+    if (top.has_nan || std::isinf(top.value) || !(temperature > 1e-30f && temperature < 1e30f)) return UNDECIDED;
     const Row row{x, size, top.id, top.value, temperature};
     const int64_t top_k = d.top_k < size ? d.top_k : 0;
     double wanted = 0;
