@@ -118,8 +118,8 @@ static inline u64x8 mixed(u64x8 w) {
     return (w ^ (w >> 27)) * MIX_2;  // the last step of the mix leaves the upper 31 bits alone
 }
 
-// 2^23 (32 + 127 + the logarithms, base 2, of the uniform numbers of ids [first, first + 16)), or less by at most 0.09 * 2^23:
-// the upper 32 bits of a number, as a float, have bits that are a logarithm with a straight line for its fraction.
+// 2^23 (32 + 127 + the logarithms, base 2, of the uniform numbers of ids [first, first + 16)), or up to 0.09 * 2^23 less:
+// the bits of a float, here of a number's upper 32 bits, are a logarithm with a straight line for its fraction.
 static inline f32x16 low_logs(uint64_t key, int64_t first) {
     constexpr u64x8 steps = {GAMMA, 3 * GAMMA, 5 * GAMMA, 7 * GAMMA, 9 * GAMMA, 11 * GAMMA, 13 * GAMMA, 15 * GAMMA};
     const u64x8 even = steps + (key + uint64_t(first) * GAMMA), odd = even + GAMMA;
@@ -176,7 +176,8 @@ static Head head(const Row& row, Place place) {
     each(row.x, row.size, [&](int64_t first, f32x16 x) {
         if (!reaching(row.power(x), lowest)) return;
         const f32x16 values = row.scaled(x);
-        const i32x16 before = (values > place.value) | ((values == place.value) & (steps + int32_t(first) < int32_t(place.id)));
+        const i32x16 tied = (values == place.value) & (steps + int32_t(first) < int32_t(place.id));
+        const i32x16 before = (values > place.value) | tied;
         if (!lanes(before)) return;
         found.count += __builtin_popcount(lanes(before));
         found.mass += sum(before ? exp(values) : f32x16{});
@@ -194,7 +195,10 @@ static float kth_largest(const float* x, int64_t size, int64_t k) {
         each(x + i, std::min(part, size - i), [&](int64_t, f32x16 v) { top = max(v, top); });
         for (int lane = 0; lane < 16; lane++) found.push_back(top[lane]);
     }
-    const auto nth = [&] { std::nth_element(found.begin(), found.begin() + k - 1, found.end(), std::greater<float>()); return found[k - 1]; };
+    const auto nth = [&] {
+        std::nth_element(found.begin(), found.begin() + k - 1, found.end(), std::greater<float>());
+        return found[k - 1];
+    };
     const float bound = k <= int64_t(found.size()) ? nth() : MASKED;
     found.clear();
     each(x, size, [&](int64_t, f32x16 v) {
@@ -203,20 +207,23 @@ static float kth_largest(const float* x, int64_t size, int64_t k) {
     return nth();
 }
 
-// The mass that top-p takes its part of: of all ids, or of the k first.
-static double whole_mass(const Row& row, int64_t top_k) {
-    if (!top_k) {
-        double mass = 0;
-        for (int64_t part = 0; part < row.size; part += 1024) {
-            f32x16 sums{};
-            each(row.x + part, std::min<int64_t>(1024, row.size - part), [&](int64_t, f32x16 x) { sums += exp(row.power(x) * float(0x1p-23 / LOG2E)); });
-            mass += sum(sums);
-        }
-        return mass;
+static double mass_of_all(const Row& row) {
+    constexpr int64_t PART = 1024;  // summed in float32
+    double mass = 0;
+    for (int64_t part = 0; part < row.size; part += PART) {
+        f32x16 sums{};
+        each(row.x + part, std::min(PART, row.size - part), [&](int64_t, f32x16 x) {
+            sums += exp(row.power(x) * float(0x1p-23 / LOG2E));
+        });
+        mass += sum(sums);
     }
-    const float last = row.scaled(kth_largest(row.x, row.size, top_k));
+    return mass;
+}
+
+static double mass_of_first(const Row& row, int64_t k) {
+    const float last = row.scaled(kth_largest(row.x, row.size, k));
     const Head above = head(row, {last, 0});
-    return above.mass + double(top_k - above.count) * std::exp(double(last));
+    return above.mass + double(k - above.count) * std::exp(double(last));
 }
 
 static int64_t draw(const float* x, int64_t size, const Draw& d) {
@@ -237,7 +244,7 @@ static int64_t draw(const float* x, int64_t size, const Draw& d) {
         const Head before = head(row, end);
         if (top_k && before.count >= top_k) continue;
         if (d.top_p >= 1) return won.id;
-        if (!wanted) wanted = d.top_p * whole_mass(row, top_k);
+        if (!wanted) wanted = d.top_p * (top_k ? mass_of_first(row, top_k) : mass_of_all(row));
         if (std::abs(before.mass - wanted) <= BAND * (before.mass + wanted)) return UNDECIDED;
         if (before.mass < wanted) return won.id;
     }
