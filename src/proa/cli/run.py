@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 LONGEST_ANSWER = 512
 MOST_POSITIONS = 8
-RUNNER_KNOBS = ("dtype", "quantization", "shared_experts", "moe_kernel", "matmul_kernel", "sampling_kernel")
+RUNNER_KNOBS = ("dtype", "quantization", "shared_experts", "moe_kernel", "matmul_kernel")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
