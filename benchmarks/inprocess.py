@@ -105,7 +105,10 @@ def decode_steps(
 ) -> Steps:
     """Answer greedily; the clocks run from the step after the last first token until the end."""
     plans = opened.resolved.plans
-    forward, sampling = Clocked(opened.target, "forward"), Clocked(Verifier(Verification.COUPLED), "verify")
+    forward, sampling = (
+        Clocked(opened.target, "forward"),
+        Clocked(Verifier(Verification.COUPLED, opened.target.kernels), "verify"),
+    )
     engine = Engine(
         runner=forward,
         draft=None,

@@ -16,8 +16,8 @@ from proa.cache.state import StateTables
 from proa.cache.state_values import NONE, Replay, StateRoom
 from proa.cache.transaction import Participant
 from proa.engine.request import Request
+from proa.kernels.reference.sample import ReferenceSample
 from proa.runner.batch import ForwardOutput, RowSpan
-from proa.sampling.logits import process
 from proa.sampling.noise import Purpose
 from proa.sampling.sampler import sample
 from proa.sampling.state import SamplingRow
@@ -43,9 +43,9 @@ def expected_with_states(asked: Request, weights: int = 0) -> list[int]:
     """The output of a request on its own, without an engine."""
     output: list[int] = []
     while len(output) < asked.sampling.params.max_tokens:
-        rows = [SamplingRow(state=asked.sampling, output=output)]
-        processed = process(logits_of(state_of(asked.prompt, output), weights)[None], rows)
-        output.append(sample(processed, rows, Purpose.TOKEN)[0])
+        row = SamplingRow(state=asked.sampling, output=output)
+        logits = logits_of(state_of(asked.prompt, output), weights)[None]
+        output += sample(ReferenceSample(), logits, [row], [0], Purpose.TOKEN)
         if output[-1] in asked.sampling.stop_ids:
             break
     return output

@@ -21,10 +21,10 @@ from proa.conditions import Source
 from proa.engine.delivery import StepOutput
 from proa.engine.engine import Engine, EngineRunner
 from proa.engine.request import Request
+from proa.kernels.reference.sample import ReferenceSample
 from proa.plan.decision import Decision
 from proa.plan.runner_plan import DraftContract, PairCheck, SchedulePlan
 from proa.runner.batch import ForwardOutput, RowSpan
-from proa.sampling.logits import process
 from proa.sampling.noise import Purpose
 from proa.sampling.params import SamplingParams
 from proa.sampling.sampler import logprobs, sample
@@ -67,6 +67,7 @@ class TableRunner:
     `hidden`: where its hidden rows are numbered; None: it gives none."""
 
     states = None
+    kernels = ReferenceSample()
 
     def __init__(
         self,
@@ -174,9 +175,9 @@ def expected(asked: Request, weights: int = 0) -> list[int]:
     """The output of a request on its own, token by token, without an engine."""
     output: list[int] = []
     while len(output) < asked.sampling.params.max_tokens:
-        rows = [SamplingRow(state=asked.sampling, output=output)]
-        processed = process(next_logits([*asked.prompt, *output], weights)[None], rows)
-        output.append(sample(processed, rows, Purpose.TOKEN)[0])
+        row = SamplingRow(state=asked.sampling, output=output)
+        logits = next_logits([*asked.prompt, *output], weights)[None]
+        output += sample(ReferenceSample(), logits, [row], [0], Purpose.TOKEN)
         if output[-1] in asked.sampling.stop_ids:
             break
     return output
@@ -292,7 +293,7 @@ def make_engine(
         runner=runner,
         draft=draft,
         drafter=drafter,
-        verifier=Verifier(verification),
+        verifier=Verifier(verification, ReferenceSample()),
         schedule=plan,
         contract=contract(drafter.max_tokens) if drafter else None,
         logprobs=logprobs,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from proa.engine.request import Request, Status
 from proa.errors import CacheExhausted, RequestError
+from proa.kernels.reference.sample import ReferenceSample
 from proa.sampling.sampler import logprobs
 from proa.speculative.drafters.standalone import StandaloneDrafter
 from proa.speculative.protocol import Verdict
@@ -272,7 +273,7 @@ class OffByOne(Verifier):
 
 def test_a_verdict_that_keeps_rows_of_tokens_it_did_not_emit_is_noticed():
     engine = make_engine(TableRunner(num_pages=9, page_size=4), drafter=GuessingDrafter(max_tokens=3, skill=0.0))
-    engine._verifier = OffByOne(Verification.COUPLED)
+    engine._verifier = OffByOne(Verification.COUPLED, ReferenceSample())
     engine._verifier.error = 1
     with pytest.raises(RuntimeError, match="request 0 has 3 rows cached of 3 tokens"):
         run(engine, [request(0, [1])])
@@ -280,7 +281,7 @@ def test_a_verdict_that_keeps_rows_of_tokens_it_did_not_emit_is_noticed():
 
 def test_a_verdict_that_keeps_too_few_rows_costs_their_computation_and_nothing_else():
     engine = make_engine(TableRunner(num_pages=9, page_size=4), drafter=GuessingDrafter(max_tokens=3, skill=1.0))
-    engine._verifier = OffByOne(Verification.COUPLED)
+    engine._verifier = OffByOne(Verification.COUPLED, ReferenceSample())
     engine._verifier.error = -1
     asked = request(0, [1, 2])
     assert tokens_of(run(engine, [asked]))[0] == expected(asked)

@@ -27,6 +27,7 @@ def layer_context(
         is_latent=is_latent,
         delta={} if delta is None else dict.fromkeys(Phase, delta),
         moe="reference",
+        sampling="reference",
     )
     return BuildContext(
         plan=cast(RunnerPlan, plan),

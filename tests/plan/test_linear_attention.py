@@ -262,7 +262,12 @@ def unseen(kernels: set[str]) -> DeviceCaps:
     return Unseen(**given | tables)
 
 
-ELSEWHERE = {"attention": "reference", "matmul_kernel": "reference", "moe_kernel": "reference"}
+ELSEWHERE = {
+    "attention": "reference",
+    "matmul_kernel": "reference",
+    "moe_kernel": "reference",
+    "sampling_kernel": "reference",
+}
 
 
 @pytest.mark.parametrize("kernel", ["reference", "torch"])

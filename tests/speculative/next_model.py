@@ -14,6 +14,7 @@ import torch
 
 from proa.cache.pages import PagePool
 from proa.cache.tables import BlockTables
+from proa.kernels.reference.sample import ReferenceSample
 from proa.runner.batch import ForwardOutput, RowSpan
 from proa.speculative.protocol import HiddenRows
 from proa.units import Phase
@@ -49,6 +50,7 @@ class NextRunner:
     """Logits of row i are `logits(tokens 0 to i + 1, how many rows in a row are its own)`."""
 
     states = None
+    kernels = ReferenceSample()
 
     def __init__(
         self,

@@ -13,9 +13,9 @@ from proa.sampling import sampler
 from proa.sampling.params import SamplingParams
 from proa.sampling.state import SamplingRow, SamplingState
 from proa.speculative.protocol import Proposal, TokenLogprobs
-from proa.speculative.verify import Verifier, VerifyRequest
+from proa.speculative.verify import VerifyRequest
 from proa.units import Verification
-from tests.speculative.worlds import Sink, World, state
+from tests.speculative.worlds import Sink, World, state, verifier
 
 V, LENGTH, K = 8, 10, 4
 tokens = st.integers(0, V - 1)
@@ -61,16 +61,20 @@ def decode(
     length: int = LENGTH,
 ) -> Result:
     """Tokens and logprobs of one request that is verified step by step with what `propose(step, output)` gives."""
-    verifier, output, logprobs = Verifier(Verification.COUPLED), [], []
+    output, logprobs = [], []
     sink = Sink(length)
     for step in range(length):
         proposed = tuple(propose(step, output))
         prefixes = [(*sampling.prompt, *output, *proposed[:count]) for count in range(len(proposed) + 1)]
-        verdict = verifier.verify(
-            [VerifyRequest(request_id=0, sampling=sampling, output=output, sink=sink)],
-            Proposal(tokens=(proposed,)),
-            torch.stack([world.logits(prefix) for prefix in prefixes]),
-        ).requests[0]
+        verdict = (
+            verifier(Verification.COUPLED)
+            .verify(
+                [VerifyRequest(request_id=0, sampling=sampling, output=output, sink=sink)],
+                Proposal(tokens=(proposed,)),
+                torch.stack([world.logits(prefix) for prefix in prefixes]),
+            )
+            .requests[0]
+        )
         assert verdict.keep == len(verdict.emitted)
         assert verdict.emitted[: verdict.accepted] == proposed[: verdict.accepted]
         output += verdict.emitted

@@ -76,7 +76,7 @@ def test_a_coupled_chain_is_exact_whatever_is_proposed(seed: int, proposed: tupl
     target = World(seed, V, holes=True)
 
     def emit(choose: Choose) -> list[int]:
-        return coupled(proposed, lambda index: choose(target.after(proposed[:index]).tolist()))
+        return coupled([proposed], lambda asked: [choose(target.after(proposed[:i]).tolist()) for _, i in asked])[0]
 
     assert error_of(emit, target, K + 1) < EXACT
 
@@ -89,7 +89,9 @@ def test_greedy_emits_a_head_of_what_greedy_decoding_gives(seed: int, proposed: 
     for _ in range(4):
         plain = (*plain, int(target.after(plain).argmax()))
     for tokens in (proposed, plain[:2], (*plain[:2], (plain[2] + 1) % V)):
-        emitted = coupled(tokens, lambda index, tokens=tokens: int(target.after(tokens[:index]).argmax()))
+        emitted = coupled(
+            [tokens], lambda asked, tokens=tokens: [int(target.after(tokens[:index]).argmax()) for _, index in asked]
+        )[0]
         right = next((index for index, token in enumerate(tokens) if token != plain[index]), len(tokens))
         assert tuple(emitted) == plain[: right + 1]
 

@@ -14,10 +14,10 @@ from proa.sampling.params import SamplingParams
 from proa.sampling.state import SamplingState
 from proa.speculative.drafters.nextn import NextNDrafter
 from proa.speculative.protocol import DraftContext, DraftRequest, Proposal
-from proa.speculative.verify import Verifier, VerifyRequest
+from proa.speculative.verify import VerifyRequest
 from proa.units import Phase, Verification
 from tests.speculative.next_model import OWN, TARGET, Hidden, NextRunner
-from tests.speculative.worlds import Sink, World, state
+from tests.speculative.worlds import Sink, World, state, verifier
 
 V, K = 8, 3
 GREEDY = SamplingParams(temperature=0)
@@ -122,7 +122,7 @@ class Bench:
             VerifyRequest(request_id=one.request_id, sampling=one.sampling, output=outputs[one.request_id], sink=Sink())
             for one in context.requests
         ]
-        return Verifier(self.mode).verify(verified, proposal, torch.stack(rows) if rows else torch.zeros(0, V))
+        return verifier(self.mode).verify(verified, proposal, torch.stack(rows) if rows else torch.zeros(0, V))
 
 
 def plain(target: World, sampling: SamplingState, output: Sequence[int], count: int) -> list[int]:
@@ -131,7 +131,7 @@ def plain(target: World, sampling: SamplingState, output: Sequence[int], count: 
     for _ in range(count):
         request = VerifyRequest(request_id=0, sampling=sampling, output=text, sink=Sink())
         logits = target.logits((*sampling.prompt, *text))[None]
-        text += Verifier(Verification.COUPLED).verify([request], Proposal(tokens=((),)), logits).requests[0].emitted
+        text += verifier(Verification.COUPLED).verify([request], Proposal(tokens=((),)), logits).requests[0].emitted
     return text[len(output) :]
 
 

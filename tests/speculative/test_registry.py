@@ -13,6 +13,7 @@ from proa.choice import AUTO
 from proa.conditions import Source
 from proa.errors import PlanError
 from proa.kernels.cost import CostTable
+from proa.kernels.reference.sample import ReferenceSample
 from proa.plan.decision import Decision
 from proa.plan.runner_plan import DraftContract, PairCheck
 from proa.sampling.params import SamplingParams
@@ -37,6 +38,7 @@ from tests.speculative.worlds import state
 class Draft:
     tables = BlockTables(PagePool(1), 1)
     states = None
+    kernels = ReferenceSample()
 
 
 TABLE = CostTable(rows=(1,), seconds=(1.0,))

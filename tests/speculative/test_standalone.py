@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from proa.cache.pages import PagePool
 from proa.cache.tables import BlockTables
 from proa.cache.transaction import CacheTransaction
+from proa.kernels.reference.sample import ReferenceSample
 from proa.runner.batch import ForwardOutput, RowSpan
 from proa.sampling.params import SamplingParams
 from proa.sampling.state import SamplingState
 from proa.speculative.drafters.standalone import StandaloneDrafter
 from proa.speculative.protocol import DraftContext, DraftRequest, Proposal, Verdict
-from proa.speculative.verify import Verifier, VerifyRequest
+from proa.speculative.verify import VerifyRequest
 from proa.units import Phase, Verification
-from tests.speculative.worlds import Sink, World, state
+from tests.speculative.worlds import Sink, World, state, verifier
 
 V, K, PAGE = 8, 4, 3
 
@@ -28,6 +29,7 @@ class CacheRunner:
     """Logits of a row are the world's after the tokens that lie in the request's pages: a wrong row, wrong logits."""
 
     states = None
+    kernels = ReferenceSample()
 
     def __init__(self, world: World, num_pages: int = 64) -> None:
         self.tables = BlockTables(PagePool(num_pages), PAGE)
@@ -94,7 +96,7 @@ def step(
             VerifyRequest(request_id=one.request_id, sampling=one.sampling, output=one.output, sink=Sink())
             for one in served
         ]
-        verdict = Verifier(mode).verify(verified, proposal, torch.stack(rows))
+        verdict = verifier(mode).verify(verified, proposal, torch.stack(rows))
         transaction.commit({entry.request_id: entry.keep for entry in verdict.requests})
     for one, entry in zip(served, verdict.requests, strict=True):
         one.output += entry.emitted
@@ -108,7 +110,7 @@ def plain(target: World, sampling: SamplingState, first: int, count: int) -> lis
     while len(output) < count:
         request = VerifyRequest(request_id=0, sampling=sampling, output=output, sink=Sink())
         logits = target.logits((*sampling.prompt, *output))[None]
-        output += Verifier(Verification.COUPLED).verify([request], Proposal(tokens=((),)), logits).requests[0].emitted
+        output += verifier(Verification.COUPLED).verify([request], Proposal(tokens=((),)), logits).requests[0].emitted
     return output
 
 

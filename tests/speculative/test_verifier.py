@@ -6,15 +6,16 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from proa.kernels.reference.sample import ReferenceSample
 from proa.sampling.noise import Purpose
 from proa.sampling.params import SamplingParams
 from proa.sampling.sampler import sample
 from proa.sampling.state import SamplingRow
 from proa.speculative import verify
 from proa.speculative.protocol import Proposal
-from proa.speculative.verify import Verifier, VerifyRequest
+from proa.speculative.verify import VerifyRequest
 from proa.units import Verification
-from tests.speculative.worlds import Sink, state
+from tests.speculative.worlds import Sink, state, verifier
 
 V = 5
 GREEDY = SamplingParams(temperature=0.0)
@@ -31,7 +32,7 @@ def request(request_id: int, params: SamplingParams, sink: Sink, **changes) -> V
 
 def test_each_request_of_a_step_has_rows_and_verdict_of_its_own() -> None:
     sinks = [Sink(), Sink(), Sink()]
-    verdict = Verifier(Verification.COUPLED).verify(
+    verdict = verifier(Verification.COUPLED).verify(
         [request(index + 7, GREEDY, sink) for index, sink in enumerate(sinks)],
         Proposal(tokens=((1, 2), (), (3,))),
         rows_for(1, 4, 0, 2, 3, 4),
@@ -51,7 +52,7 @@ def test_a_request_that_ends_inside_an_accepted_run_is_cut_there(mode, temperatu
     sink = Sink(stop_after)
     params = SamplingParams(temperature=temperature, logprobs=1)
     entry = (
-        Verifier(mode)
+        verifier(mode)
         .verify([request(0, params, sink)], Proposal(tokens=((1, 2, 3),)), rows_for(1, 2, 3, 4))
         .requests[0]
     )
@@ -63,12 +64,12 @@ def test_a_request_that_ends_inside_an_accepted_run_is_cut_there(mode, temperatu
 def test_logprobs_are_of_the_raw_logits_of_each_row_and_only_where_asked() -> None:
     params = SamplingParams(temperature=0.0, logit_bias={0: 100.0}, logprobs=1)
     logits = rows_for(1, 2)
-    entry = Verifier(Verification.COUPLED).verify([request(0, params, Sink())], Proposal(tokens=((0,),)), logits)
+    entry = verifier(Verification.COUPLED).verify([request(0, params, Sink())], Proposal(tokens=((0,),)), logits)
     assert [one.token for one in entry.requests[0].logprobs] == [0, 0]
     expected = logits.double().log_softmax(1)[:, 0].tolist()
     assert [one.logprob for one in entry.requests[0].logprobs] == pytest.approx(expected)
     assert [one.top[0][0] for one in entry.requests[0].logprobs] == [1, 2]
-    plain = Verifier(Verification.COUPLED).verify([request(0, GREEDY, Sink())], Proposal(tokens=((0,),)), logits)
+    plain = verifier(Verification.COUPLED).verify([request(0, GREEDY, Sink())], Proposal(tokens=((0,),)), logits)
     assert plain.requests[0].logprobs == ()
 
 
@@ -82,10 +83,10 @@ def rejection_counts(purpose: Purpose, *, with_probs: bool) -> torch.Tensor:
     params, sinks = SamplingParams(max_tokens=None), [Sink() for _ in range(SEEDS)]
     requests = [request(seed, params, sink, seed=seed) for seed, sink in enumerate(sinks)]
     rows = [SamplingRow(state=entry.sampling, output=entry.output) for entry in requests]
-    drafted = sample(Q.expand(SEEDS, V), rows, purpose)
+    drafted = sample(ReferenceSample(), Q.expand(SEEDS, V), rows, range(SEEDS), purpose)
     probs = (Q.double().softmax(0)[None],) * SEEDS if with_probs else None
     proposal = Proposal(tokens=tuple((token,) for token in drafted), probs=probs)
-    Verifier(Verification.REJECTION).verify(requests, proposal, torch.stack(P * SEEDS))
+    verifier(Verification.REJECTION).verify(requests, proposal, torch.stack(P * SEEDS))
     return torch.bincount(torch.tensor([sink.tokens[0] for sink in sinks]), minlength=V).double()
 
 
@@ -111,7 +112,7 @@ def test_rejection_without_residual_resampling_is_noticed(monkeypatch: pytest.Mo
 
 
 def test_greedy_requests_are_greedy_under_rejection_too() -> None:
-    entry = Verifier(Verification.REJECTION).verify(
+    entry = verifier(Verification.REJECTION).verify(
         [request(0, GREEDY, Sink())], Proposal(tokens=((1, 3),)), rows_for(1, 2, 4)
     )
     assert entry.requests[0].emitted == (1, 2)

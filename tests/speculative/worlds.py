@@ -9,8 +9,11 @@ from functools import cache
 
 import torch
 
+from proa.kernels.reference.sample import ReferenceSample
 from proa.sampling.params import SamplingParams
 from proa.sampling.state import SamplingState
+from proa.speculative.verify import Verifier
+from proa.units import Verification
 
 # Draws an index with chances proportional to given weights.
 Choose = Callable[[Sequence[float]], int]
@@ -105,3 +108,7 @@ class Sink:
 def state(params: SamplingParams, *, seed: int = 1, prompt: Sequence[int] = (0, 1), **changes) -> SamplingState:
     fields = {"params": params, "seed": seed, "choice": 0, "prompt": prompt, "stop_ids": frozenset(), **changes}
     return SamplingState(**fields)
+
+
+def verifier(mode: Verification) -> Verifier:
+    return Verifier(mode, ReferenceSample())

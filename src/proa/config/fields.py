@@ -167,6 +167,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     _runner("matmul_kernel", word("KERNEL"), "matrix-multiplication kernel"),
     _runner("moe_kernel", word("KERNEL"), "experts kernel"),
+    _runner("sampling_kernel", word("KERNEL"), "kernel that draws tokens from logits"),
     _runner("shared_experts", members(*SharedExperts), "layout of the shared experts"),
     _runner("page_size", count(1, 65536), "rows per cache page"),
     _engine("kv_memory", "cache.memory_bytes", SIZE, "memory for the KV pages of both runners together"),

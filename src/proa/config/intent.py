@@ -37,6 +37,7 @@ class RunnerIntent:
     rollback: Choice[Rollback] = AUTO
     matmul_kernel: Choice[str] = AUTO
     moe_kernel: Choice[str] = AUTO
+    sampling_kernel: Choice[str] = AUTO
     shared_experts: Choice[SharedExperts] = AUTO
     page_size: Choice[int] = AUTO
 

@@ -191,6 +191,7 @@ def join(
 ) -> Engine:
     """The engine over both runners; the contract is applied here and nowhere else."""
     contract, schedule = resolved.plans.contract, resolved.plans.schedule
+    mode = Verification.COUPLED if contract is None else contract.verification.value
     drafter = build_drafter(
         contract,
         draft=draft,
@@ -201,7 +202,7 @@ def join(
         runner=target,
         draft=draft,
         drafter=drafter,
-        verifier=Verifier(Verification.COUPLED if contract is None else contract.verification.value),
+        verifier=Verifier(mode, target.kernels),
         schedule=schedule,
         contract=contract,
         logprobs=logprobs,

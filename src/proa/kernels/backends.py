@@ -15,6 +15,7 @@ from proa.kernels.native.delta import NativeDelta
 from proa.kernels.native.latent import NativeLatent
 from proa.kernels.native.moe import NativeMoE
 from proa.kernels.native.ops import NativeAttention, NativeDense
+from proa.kernels.native.sample import NativeSample
 from proa.kernels.native.sink import Direct
 from proa.kernels.onednn import OnednnDense
 from proa.kernels.reference.attention import ReferenceAttention
@@ -22,7 +23,8 @@ from proa.kernels.reference.delta import ReferenceDelta, TorchDelta
 from proa.kernels.reference.latent import ReferenceLatent
 from proa.kernels.reference.misc import ReferenceDense
 from proa.kernels.reference.moe import ReferenceMoE
-from proa.kernels.seam import AttentionOps, DenseOps, MoEOps
+from proa.kernels.reference.sample import ReferenceSample
+from proa.kernels.seam import AttentionOps, DenseOps, MoEOps, SampleOps
 from proa.kernels.triton_delta import TritonRule
 
 
@@ -57,6 +59,10 @@ def _native_delta(library: Path | None) -> DeltaOps:
     return NativeDelta(Direct(load_library(library)))
 
 
+def _native_sample(library: Path | None) -> SampleOps:
+    return NativeSample(Direct(load_library(library)))
+
+
 DENSE: Mapping[str, Callable[[Path | None], DenseOps]] = MappingProxyType(
     {"native": _native_dense, "onednn": lambda _: OnednnDense(), "reference": lambda _: ReferenceDense()}
 )
@@ -77,4 +83,7 @@ DELTA: Mapping[str, Callable[[Path | None], DeltaOps]] = MappingProxyType(
         "torch": lambda _: TorchDelta(),
         "reference": lambda _: ReferenceDelta(),
     }
+)
+SAMPLING: Mapping[str, Callable[[Path | None], SampleOps]] = MappingProxyType(
+    {"native": _native_sample, "reference": lambda _: ReferenceSample()}
 )

@@ -25,6 +25,7 @@ from proa.kernels.seam import (
     Blocks,
     Codes,
     DenseOps,
+    Draw,
     HeadNorm,
     Heads,
     LayerKV,
@@ -34,6 +35,7 @@ from proa.kernels.seam import (
     PackedRouter,
     RopeRows,
     Routed,
+    SampleOps,
     Segment,
 )
 from proa.units import DType, Phase
@@ -44,7 +46,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelNames:
     """What a plan says about kernels: the backend of the dense ops, of attention and of linear attention (`delta`) in
-    each phase, and of experts.
+    each phase, of experts and of sampling.
 
     `is_latent`: the model attends over latent rows (MLA), which is an op of its own. `delta` is empty and `moe` None
     where the model has nothing of the kind.
@@ -55,6 +57,7 @@ class KernelNames:
     is_latent: bool
     delta: Mapping[Phase, str]
     moe: str | None
+    sampling: str
 
 
 def bind(names: KernelNames, library: Path | None, plugins: Iterable[KernelPlugin] = ()) -> KernelSet:
@@ -77,6 +80,7 @@ def bind(names: KernelNames, library: Path | None, plugins: Iterable[KernelPlugi
         latent=latent,
         delta=_delta(names.delta, library, plugins),
         moe=None if names.moe is None else _backend(backends.MOE, "moe_kernel", names.moe, library),
+        sampling=_backend(backends.SAMPLING, "sampling_kernel", names.sampling, library),
     )
 
 
@@ -118,12 +122,14 @@ class KernelSet:
         latent: Mapping[Phase, LatentOps],
         delta: Mapping[Phase, DeltaOps],
         moe: MoEOps | None,
+        sampling: SampleOps,
     ) -> None:
         self._dense = dense
         self._attention = dict(attention)
         self._latent = dict(latent)
         self._delta = dict(delta)
         self._moe_ops = moe
+        self._sampling = sampling
         self.calls: Counter[tuple[str, str]] = Counter()
 
     # Phases share one arrangement of the cache (a plan rule), so any of them can write for all.
@@ -152,6 +158,7 @@ class KernelSet:
             is_latent=bool(self._latent),
             delta={phase: one.name for phase, one in self._delta.items()},
             moe=None if self._moe_ops is None else self._moe_ops.name,
+            sampling=self._sampling.name,
         )
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
@@ -361,6 +368,12 @@ class KernelSet:
     ) -> torch.Tensor:
         self.calls["experts", self._moe.name] += 1
         return self._moe.experts(x, routed, packed, scale=scale, shared=shared, gate=gate, activation=activation)
+
+    # Behind the logits
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        self.calls["sample", self._sampling.name] += 1
+        return self._sampling.sample(logits, draws)
 
     def record(self, capacity: int, forward: Callable[[], object]) -> Program | None:
         """What `forward` asks of these kernels, over `capacity` rows, as one program; None where one op or more cannot

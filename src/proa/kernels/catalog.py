@@ -29,7 +29,7 @@ from proa.kernels.kernel_info import (
 )
 from proa.units import DType, Phase, Storage
 
-MATMUL, MOE = "matmul", "moe"
+MATMUL, MOE, SAMPLE = "matmul", "moe", "sample"
 ONEDNN = "onednn"
 VECTOR = 16  # elements of a native vector and panel
 # Stored formats that native computes on, with what a block takes in its panels: K formats keep their factors in
@@ -126,6 +126,9 @@ def _one_arrangement(facts: FactView) -> Blocked | None:
 
 
 def _native_conditions(op: str) -> tuple[Condition, ...]:
+    host = (needs_cpu(NATIVE), needs_compiler(NATIVE), needs_vectors(NATIVE))
+    if op == SAMPLE:
+        return (*host, passed_self_test(NATIVE, "sample"), passed_self_test(NATIVE))
     sizes = "spec.expert_sizes" if op == MOE else "spec.sizes"
     stated = [condition(NATIVE, "sizes", (sizes,), _whole_vectors(sizes))]
     if op == MOE:
@@ -140,7 +143,7 @@ def _native_conditions(op: str) -> tuple[Condition, ...]:
             condition(NATIVE, "kv_dtype", ("plan.kv_dtype", "plan.dtype"), _cache_in_compute_type),
             condition(NATIVE, "arrangement", ("ask.attention",), _one_arrangement),
         ]
-    return (needs_cpu(NATIVE), needs_compiler(NATIVE), needs_vectors(NATIVE), *stated, passed_self_test(NATIVE))
+    return (*host, *stated, passed_self_test(NATIVE))
 
 
 def _passed_latent_test(facts: FactView) -> Blocked | None:
@@ -169,7 +172,7 @@ def has_onednn_bf16(isa: Collection[str]) -> bool:
 
 def _matmuls_only(op: str) -> Condition:
     def check(_: FactView) -> Blocked:
-        what = "experts" if op == MOE else "attention"
+        what = {MOE: "experts", SAMPLE: "sampling"}.get(op, "attention")
         return Blocked(f"onednn has matmuls only, no {what}", Source.CONSTRAINT)
 
     return condition(ONEDNN, "absent", (), check)
@@ -199,7 +202,7 @@ def _backends(op: str) -> tuple[tuple[str, str, tuple[Condition, ...]], ...]:
     )
 
 
-_DENSE_OPS = (*(phase_op("attention", phase) for phase in Phase), MATMUL, MOE)
+_DENSE_OPS = (*(phase_op("attention", phase) for phase in Phase), MATMUL, MOE, SAMPLE)
 OPS = (*_DENSE_OPS, *DELTA_OPS)
 CATALOG = (
     *(
@@ -208,7 +211,7 @@ CATALOG = (
             backend=backend,
             requires=requires,
             needs=needs,
-            exact=backend == NATIVE,
+            exact=backend == NATIVE or op == SAMPLE,
             rank=rank,
             has_slots=op == MOE and backend in (NATIVE, REFERENCE),
             scale_on=ScaleOn.OUTPUT if op == MOE and backend in SCALES_SUM else ScaleOn.WEIGHTS,

@@ -29,6 +29,7 @@ from proa.kernels.onednn import OnednnDense
 from proa.kernels.probe_codes import fp8_results
 from proa.kernels.probe_delta import delta_results
 from proa.kernels.probe_experts import latent_results, moe_results, one_prompt
+from proa.kernels.probe_sample import sample_results
 from proa.kernels.reference.attention import ReferenceAttention
 from proa.kernels.reference.misc import ReferenceDense
 from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
@@ -155,6 +156,7 @@ def self_test(library: Path, part: str) -> str:
         ".latent": latent_results,
         ".delta": delta_results,
         ".fp8": fp8_results,
+        ".sample": sample_results,
     }[part]
     return judge((dtype, results(library, dtype)) for dtype in TOLERANCES)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -195,6 +195,35 @@ class Segment:
     pad: torch.Tensor | None
     unpad: torch.Tensor | None
     views: Mapping[int | None, View]
+
+
+class Draw(NamedTuple):
+    """How one token is drawn from row `row` of the logits (kernels/reference/sample.py: the steps and their order).
+
+    `key` are the 64 bits of its noise, unused at `temperature` 0: the argmax. `top_k` 0: no limit. `floor`: the lowest
+    value that is kept, relative to the largest and divided by the temperature (the logarithm of min-p); -inf: all.
+    """
+
+    row: int
+    key: int
+    top_k: int
+    temperature: float
+    top_p: float
+    floor: float
+
+
+class Sampler(Protocol):
+    """Whatever draws tokens: a kernel set, or one of its backends."""
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """One token per draw. `logits` [R, V] float32, values of a row contiguous; they stay as they are."""
+        ...
+
+
+class SampleOps(Sampler, Protocol):
+    """Tokens from logits. Chosen by the plan's `sampling_kernel`. All backends give the same tokens."""
+
+    name: str
 
 
 class DenseOps(Protocol):

@@ -25,7 +25,7 @@ PASSED = "passed"
 FAILED = "failed: "
 # Ops of the native library that are judged by themselves: a fault in one leaves the others in use.
 PARTS: Mapping[str, str] = MappingProxyType(
-    {NATIVE: ""} | {f"{NATIVE}.{part}": f".{part}" for part in ("moe", "latent", "delta", "fp8")}
+    {NATIVE: ""} | {f"{NATIVE}.{part}": f".{part}" for part in ("moe", "latent", "delta", "fp8", "sample")}
 )
 NO_FILE = "-"  # stands for the digest where nothing was compiled
 

@@ -68,6 +68,7 @@ def kernel_names(plan: RunnerPlan, spec: DecoderSpec) -> KernelNames:
         is_latent=any(isinstance(layer.mixer, MLASpec) for layer in spec.layers),
         delta=_by_phase(plan.linear_attention),
         moe=plan.moe_kernel.value if spec.moe_layers else None,
+        sampling=plan.sampling_kernel.value,
     )
 
 

@@ -37,6 +37,7 @@ def decide(ctx: RunnerContext) -> RunnerPlan:
     head, states = layout.head(ctx, facts), linear_attention.state_dtype(ctx, facts)
     decided |= {"plan.head": head.value, "plan.state_dtype": plain(states.value)}
     attention, matmul, experts = kernels.attention(ctx, facts), kernels.matmul(ctx, facts), kernels.moe(ctx, facts)
+    sampling = kernels.sampling(ctx, facts)
     linear = linear_attention.linear_attention(ctx, facts)
     decided |= {"plan.matmul_kernel": matmul.value, "plan.moe_kernel": experts.value}
     shared = moe.shared_experts(ctx, facts)
@@ -61,8 +62,9 @@ def decide(ctx: RunnerContext) -> RunnerPlan:
         rollback=rollback.rollback(ctx, facts, linear, dtype.value, states.value),
         matmul_kernel=matmul,
         moe_kernel=experts,
+        sampling_kernel=sampling,
         shared_experts=shared.decision,
-        numerics=kernels.numerics(ctx, facts, attention, linear, matmul, experts),
+        numerics=kernels.numerics(ctx, facts, attention, linear, matmul, experts, sampling),
         parallel=layout.parallel(ctx, facts),
         page_size=page_size,
         head=head,

@@ -53,6 +53,7 @@ class RunnerPlan:
     rollback: Decision[Rollback | None]
     matmul_kernel: Decision[str]
     moe_kernel: Decision[str | None]
+    sampling_kernel: Decision[str]
     shared_experts: Decision[Any]
     numerics: Decision[Numerics]
     parallel: Decision[str]
@@ -66,7 +67,7 @@ class RunnerPlan:
         leaves: list[Decision[Any]] = []
         for part in (self.device, self.dtype, self.quantization, self.kv_dtype, self.numerics, self.attention,
                      self.linear_attention, self.state_dtype, self.rollback, self.matmul_kernel, self.moe_kernel,
-                     self.shared_experts, self.parallel, self.page_size, self.head):  # fmt: skip
+                     self.sampling_kernel, self.shared_experts, self.parallel, self.page_size, self.head):  # fmt: skip
             leaves += [part] if isinstance(part, Decision) else [part.prefill, part.decode, part.verify]
         return {leaf.knob: leaf for leaf in leaves}
 

@@ -67,7 +67,8 @@ def promised(
 def _kernels(names: KernelNames) -> dict[str, Any]:
     attention = {f"attention.{phase.value}": names.attention.get(phase) for phase in Phase}
     delta = {f"linear_attention.{phase.value}": names.delta.get(phase) for phase in Phase}
-    return {"matmul_kernel": names.matmul, "moe_kernel": names.moe, **attention, **delta}
+    others = {"matmul_kernel": names.matmul, "moe_kernel": names.moe, "sampling_kernel": names.sampling}
+    return {**others, **attention, **delta}
 
 
 def _built_states(kv: KVCache) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from proa.cache.state import StateTables
 from proa.cache.state_values import Replay, StateRoom
 from proa.cache.tables import BlockTables
 from proa.cache.transaction import Participant
+from proa.kernels.bind import KernelSet
 from proa.kernels.delta import NONE, StateSlots
 from proa.layers.base import state_dtype, torch_dtype
 from proa.layers.decoder import Decoder
@@ -70,6 +71,11 @@ class Runner:
         self._gives_hidden = gives_hidden
         recorded = RecordedForward(model, spec, self._kv.layers, gives_hidden=gives_hidden)
         self._forward = recorded if recorded.is_possible else partial(model, kv=self._kv.layers)
+
+    @property
+    def kernels(self) -> KernelSet:
+        """The planned kernels, of which sampling is of use to others."""
+        return self._model.kernels
 
     @property
     def participants(self) -> tuple[Participant, ...]:

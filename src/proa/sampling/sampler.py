@@ -1,4 +1,4 @@
-"""Draws tokens from processed logits and reads log probabilities from raw ones. No generator state.
+"""Draws tokens from raw logits, and reads log probabilities from them. No generator state.
 
 A token is the argmax of processed logits plus the Gumbel noise of its position, which is a draw from their softmax; at
 temperature 0 it is the argmax alone. Equal values go to the lower id.
@@ -6,23 +6,16 @@ temperature 0 it is the argmax alone. Equal values go to the lower id.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from proa.sampling.logits import argmax_rows, total_order
-from proa.sampling.noise import Purpose, gumbel_of, noise_key, uniform_floors
+from proa.kernels.reference.sample import noisy_argmax, ordered
+from proa.kernels.seam import Draw, Sampler
+from proa.sampling.logits import draw_of, edited, is_edited
+from proa.sampling.noise import Purpose, noise_key
 from proa.sampling.state import SamplingRow
-
-# Below this many ids, noise for all of them costs less than finding out which ones need it.
-_WORTH_SCREENING = 2048
-# Far more than the error of what `_may_win` computes in float32, which is below 1e-5.
-_SLACK = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,51 +28,44 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-def sample(processed: torch.Tensor, rows: Sequence[SamplingRow], purpose: Purpose) -> list[int]:
-    """One token per row of `processed` [R, V], which is what `logits.process` returned for `rows`."""
-    if all(row.state.params.is_greedy for row in rows):
-        return argmax_rows(processed)
-    return [draw(values, row, purpose) for values, row in zip(processed, rows, strict=True)]
+def sample(
+    kernels: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow], at: Sequence[int], purpose: Purpose
+) -> list[int]:
+    """One token per entry of `rows`, drawn from row `at[i]` of the raw `logits` [R, V], which stay as they are."""
+    tokens = [0] * len(rows)
+    raw = [index for index, row in enumerate(rows) if not is_edited(row)]
+    if raw:
+        _fill(tokens, raw, kernels.sample(logits, [_draw(rows[index], at[index], purpose) for index in raw]))
+    if len(raw) < len(rows):
+        rest = [index for index, row in enumerate(rows) if is_edited(row)]
+        copies = torch.stack([edited(logits[at[index]], rows[index]) for index in rest])
+        draws = [_draw(rows[index], copy, purpose) for copy, index in enumerate(rest)]
+        _fill(tokens, rest, kernels.sample(copies, draws))
+    return tokens
 
 
 def draw(values: torch.Tensor, row: SamplingRow, purpose: Purpose) -> int:
-    """Argmax of `values` [V], plus the row's noise unless it is greedy; ids at -inf get none and are never drawn."""
-    array = values.cpu().numpy()
-    if row.state.params.is_greedy:
-        return int(array.argmax())
-    key = noise_key(row.state.seed, row.state.choice, row.position, purpose)
-    ids = np.flatnonzero(array > -math.inf)
-    if ids.size == 0:
-        return 0
-    if ids.size > _WORTH_SCREENING:
-        # 0.2 ms for 49,152 ids, where noise for all of them takes 1.3 ms.
-        ids = _may_win(key, ids, array if ids.size == array.size else array[ids])
-    if ids.size == 1:
-        return int(ids[0])
-    return int(ids[_scores(key, ids, array[ids]).argmax()])
+    """A draw from the softmax of `values` [V], float32 or float64, by the noise of the row; never an id at -inf."""
+    return noisy_argmax(values.cpu().numpy(), _key(row, purpose))
 
 
-def _may_win(key: int, ids: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Those of `ids` whose value plus noise may be the largest, usually one or two. Leaves out none that could tie.
-
-    Noise is -log(-log(1 - u)) <= -log(u), so an id whose score is s has exp(value) / u >= exp(s), and a lower bound of
-    u keeps that true. Whichever id has the largest such ratio, its exact score is one that the winner reaches: only ids
-    with a ratio of exp(that score) or more are left. Values are taken relative to the largest; the winner's is then
-    above -50, since noise lies between -3.7 and 45.1, so nothing that matters underflows and float32 with `_SLACK`
-    will do.
-    """
-    largest = values.max()
-    ratios = np.exp((values - largest).astype(np.float32, copy=False))
-    np.maximum(ratios, np.finfo(np.float32).tiny, out=ratios)
-    with np.errstate(divide="ignore"):  # a floor of 0 tells nothing: infinity, may win
-        ratios /= uniform_floors(key, ids)
-    likely = slice(best := int(ratios.argmax()), best + 1)
-    score = float(_scores(key, ids[likely], values[likely])[0]) - float(largest)
-    return ids[ratios >= np.float32(math.exp(score) * (1 - _SLACK))]
+def _draw(row: SamplingRow, at: int, purpose: Purpose) -> Draw:
+    return draw_of(row.state, at, 0 if row.state.params.is_greedy else _key(row, purpose))
 
 
-def _scores(key: int, ids: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    return values + gumbel_of(key, torch.from_numpy(ids)).numpy()
+def _key(row: SamplingRow, purpose: Purpose) -> int:
+    return noise_key(row.state.seed, row.state.choice, row.position, purpose)
+
+
+def _fill(tokens: list[int], indices: Sequence[int], drawn: Sequence[int]) -> None:
+    for index, token in zip(indices, drawn, strict=True):
+        tokens[index] = token
+
+
+def total_order(values: torch.Tensor, at_least: int) -> torch.Tensor:
+    """Ids of `values` [V] by value descending, then id ascending: the first `at_least` and the ties of the last one.
+    -inf entries have no place in the order."""
+    return torch.from_numpy(ordered(values.cpu().numpy(), at_least))
 
 
 def logprobs(raw: torch.Tensor, token: int, count: int) -> TokenLogprobs:

@@ -41,12 +41,22 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """One row of logits to sample from. `output`: the request's tokens after its prompt up to this row, proposed ones
-    included. The token to emit takes absolute position `len(prompt) + len(output)`."""
+    """One row of logits to sample from. `output`: the request's tokens after its prompt; `proposed`: those that follow
+    them up to this row. The token to emit takes absolute position `len(prompt) + num_output`."""
 
     state: SamplingState
     output: Sequence[int]
+    proposed: Sequence[int] = ()
+
+    @property
+    def num_output(self) -> int:
+        return len(self.output) + len(self.proposed)
 
     @property
     def position(self) -> int:
-        return len(self.state.prompt) + len(self.output)
+        return len(self.state.prompt) + self.num_output
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """All of the output, proposed ones included."""
+        return [*self.output, *self.proposed] if self.proposed else self.output

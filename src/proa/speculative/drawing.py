@@ -5,13 +5,15 @@ Owns no runner and no cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
-from proa.sampling.logits import process
+from proa.kernels.seam import Sampler
+from proa.sampling.logits import edited, process
 from proa.sampling.noise import Purpose
 from proa.sampling.sampler import sample
 from proa.sampling.state import SamplingRow
@@ -50,10 +52,11 @@ AnyDraft = TypeVar("AnyDraft", bound=Draft)
 
 class Drawing:
     """Draws each token as the target will: same pipeline, same noise. Under rejection it draws with noise of its own
-    and keeps the distributions that the tokens came from. `vocab` is the target's."""
+    and keeps the distributions that the tokens came from. `vocab` is the target's; `kernels` draw."""
 
-    def __init__(self, vocab: int, verification: Verification) -> None:
+    def __init__(self, vocab: int, verification: Verification, kernels: Sampler) -> None:
         self._vocab = vocab
+        self._kernels = kernels
         self._is_rejection = verification is Verification.REJECTION
 
     def extend(self, drafts: Sequence[Draft], logits: torch.Tensor) -> None:
@@ -62,24 +65,31 @@ class Drawing:
         A token that ends the request is its last; so is a row with nothing to draw.
         """
         rows = [draft.row for draft in drafts]
-        processed = process(logits, rows)
-        has_any = processed.isfinite().any(dim=1).tolist()
-        tokens = sample(processed, rows, Purpose.DRAFT if self._is_rejection else Purpose.TOKEN)
-        for draft, values, can_draw, token in zip(drafts, processed, has_any, tokens, strict=True):
-            if not can_draw:
+        purpose = Purpose.DRAFT if self._is_rejection else Purpose.TOKEN
+        tokens = sample(self._kernels, logits, rows, range(len(rows)), purpose)
+        for draft, row, raw, token in zip(drafts, rows, logits, tokens, strict=True):
+            if _is_empty(raw, row, token):
                 draft.limit = 0
                 continue
             draft.tokens.append(token)
             if token in draft.request.sampling.stop_ids:
                 draft.limit = 0
             if self._is_rejection and not draft.request.sampling.params.is_greedy:
-                probs = torch.zeros(self._vocab, dtype=torch.float64, device=values.device)
-                probs[: values.numel()] = values.double().softmax(dim=0)
-                draft.probs.append(probs)
+                draft.probs.append(self._distribution(raw, row))
+
+    def _distribution(self, raw: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+        probs = torch.zeros(self._vocab, dtype=torch.float64)
+        probs[: raw.numel()] = process(raw, row).double().softmax(dim=0)
+        return probs
 
     def proposal(self, drafts: Sequence[Draft]) -> Proposal:
         probs = tuple(torch.stack(draft.probs) if draft.probs else None for draft in drafts)
         return Proposal(tokens=tuple(draft.proposed for draft in drafts), probs=probs if self._is_rejection else None)
+
+
+def _is_empty(raw: torch.Tensor, row: SamplingRow, token: int) -> bool:
+    """Whether there was nothing to draw. Token 0 is what such a row gives."""
+    return token == 0 and not edited(raw, row)[0] > -math.inf
 
 
 def useful_limit(request: DraftRequest, max_positions: int | None) -> int:

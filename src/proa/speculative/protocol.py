@@ -13,6 +13,7 @@ import torch
 
 from proa.cache.state import StateTables
 from proa.cache.tables import BlockTables
+from proa.kernels.seam import Sampler
 from proa.runner.batch import ForwardOutput, RowSpan
 from proa.sampling.sampler import TokenLogprobs
 from proa.sampling.state import SamplingState
@@ -99,13 +100,16 @@ class Verdict:
 
 
 class DraftRunner(Protocol):
-    """All that drafting needs of a runner. `states`: of a model with delta layers."""
+    """All that drafting needs of a runner. `states`: of a model with delta layers; `kernels` draw from its logits."""
 
     @property
     def tables(self) -> BlockTables: ...
 
     @property
     def states(self) -> StateTables | None: ...
+
+    @property
+    def kernels(self) -> Sampler: ...
 
     def forward(self, spans: Sequence[RowSpan]) -> ForwardOutput: ...
 

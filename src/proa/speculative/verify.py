@@ -6,31 +6,41 @@ every outcome of the very code that runs here. `Verifier` feeds them rows, noise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from proa.sampling.logits import argmax_rows, is_bare, process_row
+from proa.kernels.seam import Sampler
+from proa.sampling.logits import process
 from proa.sampling.noise import Purpose, noise_key, uniform
-from proa.sampling.sampler import TokenLogprobs, draw, logprobs
+from proa.sampling.sampler import TokenLogprobs, draw, logprobs, sample
 from proa.sampling.state import SamplingRow, SamplingState
 from proa.speculative.protocol import Proposal, RequestVerdict, TokenSink, Verdict
 from proa.units import Verification
 
 
-def coupled(proposed: Sequence[int], target: Callable[[int], int]) -> list[int]:
+def coupled(
+    proposals: Sequence[Sequence[int]], target: Callable[[Sequence[tuple[int, int]]], Sequence[int]]
+) -> list[list[int]]:
     """Emit the target's own token of each row, as long as the proposal foresaw the one before.
 
-    `target(i)` is the token that the target draws after the first i proposed ones. Returns the accepted ones and one
-    more.
+    `target` gives for each (r, i) the token that the target draws after the first i tokens of proposal r. It is asked
+    for one token of every proposal that still holds, then for the next: rows behind a token that was not foreseen cost
+    nothing. Returns for each proposal the accepted tokens and one more.
     """
-    emitted = [target(0)]
-    for index, token in enumerate(proposed):
-        if emitted[-1] != token:
-            break
-        emitted.append(target(index + 1))
+    emitted: list[list[int]] = [[] for _ in proposals]
+    holding = list(range(len(proposals)))
+    while holding:
+        for which, token in zip(holding, target([(one, len(emitted[one])) for one in holding]), strict=True):
+            emitted[which].append(token)
+        holding = [one for one in holding if _holds(proposals[one], emitted[one])]
     return emitted
+
+
+def _holds(proposed: Sequence[int], emitted: Sequence[int]) -> bool:
+    last = len(emitted) - 1
+    return last < len(proposed) and proposed[last] == emitted[last]
 
 
 def rejection(
@@ -97,90 +107,90 @@ class VerifyRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """One request's rows: its anchor's, then one per proposed token. They are `logits` [R, V] from row `first` on.
-
-    `greedy`: argmax of every row of `logits`, where the request's tokens are just that. Any other row goes through the
-    pipeline when the rule asks for it, so rows behind a token that was not accepted cost nothing.
-    """
+    """One request's rows: its anchor's, then one per proposed token. They are `logits` [R, V] from row `first` on."""
 
     request: VerifyRequest
     proposed: tuple[int, ...]
     probs: torch.Tensor | None
     logits: torch.Tensor
     first: int
-    greedy: Sequence[int] | None
 
     def raw(self, index: int) -> torch.Tensor:
         return self.logits[self.first + index]
 
-    def key(self, index: int) -> SamplingRow:
-        output = [*self.request.output, *self.proposed[:index]]
-        return SamplingRow(state=self.request.sampling, output=output)
-
-    def token(self, index: int) -> int:
-        """The target's own token: the argmax of the row, with the noise of its position unless greedy."""
-        if self.greedy is not None:
-            return self.greedy[self.first + index]
-        key = self.key(index)
-        return draw(process_row(self.raw(index), key), key, Purpose.TOKEN)
+    def row(self, index: int) -> SamplingRow:
+        request = self.request
+        return SamplingRow(state=request.sampling, output=request.output, proposed=self.proposed[:index])
 
     def distribution(self, index: int) -> torch.Tensor:
-        return process_row(self.raw(index), self.key(index)).double().softmax(dim=0)
+        return process(self.raw(index), self.row(index)).double().softmax(dim=0)
 
     def drafted(self, index: int) -> torch.Tensor | None:
         return None if self.probs is None else self.probs[index]
 
     def flip(self, index: int, probability: float) -> bool:
-        row = self.key(index)
+        row = self.row(index)
         return uniform(noise_key(row.state.seed, row.state.choice, row.position, Purpose.ACCEPT)) < probability
 
     def pick(self, index: int, weights: torch.Tensor) -> int:
         # A point mass proposal may have been drawn with the TOKEN noise of its position: its replacement may not.
         purpose = Purpose.RESIDUAL if index < len(self.proposed) else Purpose.TOKEN
-        return draw(weights.log(), self.key(index), purpose)
+        return draw(weights.log(), self.row(index), purpose)
 
 
 class Verifier:
-    """Verifies one step. Plain decoding is a proposal of no tokens: there is no other way to emit one."""
+    """Verifies one step. Plain decoding is a proposal of no tokens: there is no other way to emit one.
 
-    def __init__(self, mode: Verification) -> None:
+    `kernels` draw the target's tokens.
+    """
+
+    def __init__(self, mode: Verification, kernels: Sampler) -> None:
         self.mode = mode
+        self._kernels = kernels
 
     def verify(self, requests: Sequence[VerifyRequest], proposal: Proposal, logits: torch.Tensor) -> Verdict:
         """`logits` [sum(len(proposed) + 1), V] float32: per request the anchor's row, then one per proposed token."""
         probs = proposal.probs or (None,) * len(requests)
-        bare = [is_bare(request.sampling, len(request.output)) for request in requests]
-        greedy = argmax_rows(logits) if any(bare) else ()
-        verdicts: list[RequestVerdict] = []
+        every: list[_Rows] = []
         first = 0
-        for request, proposed, drafted, is_argmax in zip(requests, proposal.tokens, probs, bare, strict=True):
-            rows = _Rows(
-                request=request,
-                proposed=proposed,
-                probs=drafted,
-                logits=logits,
-                first=first,
-                greedy=greedy if is_argmax else None,
-            )
+        for request, proposed, drafted in zip(requests, proposal.tokens, probs, strict=True):
+            every.append(_Rows(request=request, proposed=proposed, probs=drafted, logits=logits, first=first))
             first += len(proposed) + 1
-            verdicts.append(self._verify_one(rows))
-        return Verdict(requests=tuple(verdicts))
-
-    def _verify_one(self, rows: _Rows) -> RequestVerdict:
-        if self.mode is Verification.COUPLED or rows.request.sampling.params.is_greedy:
-            tokens = coupled(rows.proposed, rows.token)
-        else:
-            tokens = rejection(rows.proposed, rows.distribution, rows.drafted, rows.flip, rows.pick)
-        emitted, entries, finished = _emit(rows, tokens)
-        return RequestVerdict(
-            request_id=rows.request.request_id,
-            proposed=len(rows.proposed),
-            accepted=min(len(tokens) - 1, len(emitted)),
-            emitted=emitted,
-            keep=len(emitted),
-            finished=finished,
-            logprobs=entries,
+        tokens = self._coupled([rows for rows in every if self._is_coupled(rows)], logits)
+        return Verdict(
+            requests=tuple(
+                _verdict(rows, next(tokens) if self._is_coupled(rows) else _rejection(rows)) for rows in every
+            )
         )
+
+    def _is_coupled(self, rows: _Rows) -> bool:
+        return self.mode is Verification.COUPLED or rows.request.sampling.params.is_greedy
+
+    def _coupled(self, every: Sequence[_Rows], logits: torch.Tensor) -> Iterator[list[int]]:
+        def target(asked: Sequence[tuple[int, int]]) -> list[int]:
+            rows = [every[which].row(index) for which, index in asked]
+            at = [every[which].first + index for which, index in asked]
+            return sample(self._kernels, logits, rows, at, Purpose.TOKEN)
+
+        return iter(coupled([rows.proposed for rows in every], target))
+
+
+def _rejection(rows: _Rows) -> list[int]:
+    return rejection(rows.proposed, rows.distribution, rows.drafted, rows.flip, rows.pick)
+
+
+def _verdict(rows: _Rows, tokens: Sequence[int]) -> RequestVerdict:
+    """Emit them; what comes after the end of the request is not."""
+    emitted, entries, finished = _emit(rows, tokens)
+    return RequestVerdict(
+        request_id=rows.request.request_id,
+        proposed=len(rows.proposed),
+        accepted=min(len(tokens) - 1, len(emitted)),
+        emitted=emitted,
+        keep=len(emitted),
+        finished=finished,
+        logprobs=entries,
+    )
 
 
 def _emit(rows: _Rows, tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...], bool]:

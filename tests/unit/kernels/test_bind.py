@@ -18,7 +18,12 @@ from proa.kernels.plugins import KernelPlugin
 from proa.units import Phase
 
 REFERENCE = KernelNames(
-    matmul="reference", attention=dict.fromkeys(Phase, "reference"), is_latent=False, delta={}, moe=None
+    matmul="reference",
+    attention=dict.fromkeys(Phase, "reference"),
+    is_latent=False,
+    delta={},
+    moe=None,
+    sampling="reference",
 )
 LATENT = replace(REFERENCE, is_latent=True, moe="reference")
 HYBRID = replace(REFERENCE, delta={Phase.PREFILL: "torch", Phase.DECODE: "reference", Phase.VERIFY: "torch"})

@@ -66,7 +66,9 @@ def test_a_draft_that_borrows_or_reads_hidden_rows_is_not_recorded(tiny: Callabl
 @native
 def test_an_op_outside_of_the_recording_makes_it_impossible() -> None:
     """A program that left an op out would give its first result again and again."""
-    names = KernelNames(matmul="native", attention={Phase.DECODE: "native"}, is_latent=False, delta={}, moe=None)
+    names = KernelNames(
+        matmul="native", attention={Phase.DECODE: "native"}, is_latent=False, delta={}, moe=None, sampling="reference"
+    )
     kernels = bind(names, FOUND.library)
     x, weight = torch.ones(4, 16), torch.ones(16)
     assert kernels.record(4, lambda: kernels.norm(x, weight, 1e-6, torch.float32)) is not None
@@ -80,7 +82,14 @@ def test_an_op_outside_of_the_recording_makes_it_impossible() -> None:
 
 
 def test_a_backend_without_a_sink_cannot_be_recorded() -> None:
-    names = KernelNames(matmul="reference", attention={Phase.DECODE: "reference"}, is_latent=False, delta={}, moe=None)
+    names = KernelNames(
+        matmul="reference",
+        attention={Phase.DECODE: "reference"},
+        is_latent=False,
+        delta={},
+        moe=None,
+        sampling="reference",
+    )
     assert bind(names, None).record(4, lambda: None) is None
 
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proa.sampling.logits import process, total_order
+from proa.sampling.logits import process
 from proa.sampling.params import SamplingParams
+from proa.sampling.sampler import total_order
 from proa.sampling.state import SamplingRow, SamplingState
 
 V = 9
@@ -92,17 +93,15 @@ def normalised(values: list[float]) -> list[float]:
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(st.lists(quarters, min_size=V, max_size=V), sampling_rows()), min_size=1, max_size=4))
-def test_every_row_of_a_mixed_batch_is_what_the_slow_definition_says(batch: list) -> None:
+def test_every_row_is_what_the_slow_definition_says(batch: list) -> None:
     logits = torch.tensor([values for values, _ in batch])
     before = logits.clone()
-    processed = process(logits, [row for _, row in batch])
+    processed = [process(raw, row) for raw, (_, row) in zip(logits, batch, strict=True)]
     assert torch.equal(logits, before)
     for got, (values, row) in zip(processed, batch, strict=True):
         wanted = slowly(values, row)
         assert [value > NEVER for value in got.tolist()] == [value > NEVER for value in wanted]
         assert normalised(got.tolist()) == pytest.approx(normalised(wanted), abs=1e-5)
-        alone = process(torch.tensor([values]), [row])[0]
-        assert torch.equal(got, alone)
 
 
 def row(prompt: list[int] | None = None, output: list[int] | None = None, **changes) -> SamplingRow:
@@ -121,7 +120,7 @@ def row(prompt: list[int] | None = None, output: list[int] | None = None, **chan
 
 
 def kept(logits: torch.Tensor, one: SamplingRow) -> list[int]:
-    return (process(logits[None], [one])[0] > NEVER).nonzero().squeeze(1).tolist()
+    return (process(logits, one) > NEVER).nonzero().squeeze(1).tolist()
 
 
 def test_ties_at_every_filter_go_to_the_lower_ids() -> None:
@@ -150,26 +149,20 @@ def test_top_p_is_the_same_whether_the_head_of_the_order_suffices_or_not() -> No
 
 
 def test_a_tiny_temperature_neither_overflows_nor_loses_the_best_token() -> None:
-    processed = process(torch.tensor([[1e4, 2e4, -1e4]]), [row(temperature=1e-40)])
-    assert processed[0].tolist() == [NEVER, 0.0, NEVER]
+    processed = process(torch.tensor([1e4, 2e4, -1e4]), row(temperature=1e-40))
+    assert processed.tolist() == [NEVER, 0.0, NEVER]
 
 
 def test_tokens_beyond_the_vocabulary_of_a_smaller_draft_are_ignored() -> None:
     one = row([1, 70], [80, 2], repetition_penalty=2.0, presence_penalty=1.0, logit_bias={3: 1.0, 90: 5.0},
               allowed_token_ids=[1, 2, 3, 99], stop_ids=frozenset({70, 3}), min_tokens=5)  # fmt: skip
-    assert (
-        process(torch.ones(1, 5), [one])[0].softmax(0).tolist()
-        == process(
-            torch.ones(1, 5), [row([1], [4, 2], repetition_penalty=2.0, presence_penalty=1.0, allowed_token_ids=[1, 2])]
-        )[0]
-        .softmax(0)
-        .tolist()
-    )
+    known = row([1], [4, 2], repetition_penalty=2.0, presence_penalty=1.0, allowed_token_ids=[1, 2])
+    assert process(torch.ones(5), one).softmax(0).tolist() == process(torch.ones(5), known).softmax(0).tolist()
 
 
 def test_nothing_left_to_sample_is_not_a_number_nowhere() -> None:
-    processed = process(torch.zeros(1, 4), [row(allowed_token_ids=[7], top_p=0.5, top_k=2, min_p=0.1)])
-    assert processed[0].tolist() == [NEVER] * 4
+    processed = process(torch.zeros(4), row(allowed_token_ids=[7], top_p=0.5, top_k=2, min_p=0.1))
+    assert processed.tolist() == [NEVER] * 4
 
 
 def test_the_total_order_lists_the_ties_of_its_last_entry_and_no_masked_token() -> None:
@@ -194,7 +187,7 @@ def test_the_filters_agree_with_those_of_transformers() -> None:
     ):
         expected = warper(None, expected)
     one = row(prompt, [], repetition_penalty=1.3, temperature=0.7, top_k=120, top_p=0.9, min_p=0.02)
-    torch.testing.assert_close(process(logits, [one]).softmax(-1), expected.softmax(-1))
+    torch.testing.assert_close(process(logits[0], one).softmax(-1), expected[0].softmax(-1))
 
 
 def test_the_total_order_of_a_large_row_is_the_head_of_its_full_sort() -> None:

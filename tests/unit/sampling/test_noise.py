@@ -10,7 +10,8 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from proa.sampling.noise import Purpose, gumbel, gumbel_of, noise_key, uniform, uniform_floors
+from proa.kernels.reference.noise import gumbel, gumbel_of, uniform_floors
+from proa.sampling.noise import Purpose, noise_key, uniform
 
 CPU = torch.device("cpu")
 P = torch.tensor([0.5, 0.25, 0.15, 0.0999, 0.0001], dtype=torch.float64)
@@ -116,7 +117,7 @@ def test_large_noise_is_finely_resolved_so_rare_tokens_are_reached() -> None:
 
 def test_the_extreme_hashes_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     words = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
-    monkeypatch.setattr("proa.sampling.noise._mix_tensor", lambda _: words)
+    monkeypatch.setattr("proa.kernels.reference.noise._mix_tensor", lambda _: words)
     lowest, highest, upper_half, lower_half = gumbel_of(0, torch.arange(4)).tolist()
     assert lowest == pytest.approx(65 * math.log(2))
     assert highest == pytest.approx(-math.log(53 * math.log(2)))

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proa.sampling import sampler
-from proa.sampling.logits import argmax_rows
-from proa.sampling.noise import Purpose, gumbel, noise_key
+from proa.kernels.reference import sample as reference
+from proa.kernels.reference.noise import gumbel
+from proa.kernels.reference.sample import ReferenceSample
+from proa.sampling.noise import Purpose, noise_key
 from proa.sampling.params import SamplingParams
 from proa.sampling.sampler import draw, logprobs, sample
 from proa.sampling.state import SamplingRow, SamplingState
@@ -24,19 +25,44 @@ def row(temperature: float, *, seed: int = 5, choice: int = 0, output: tuple[int
     return SamplingRow(state=state, output=output)
 
 
-def test_greedy_rows_take_the_lowest_id_of_the_largest_value() -> None:
-    processed = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]])
-    assert sample(processed, [row(0), row(0)], Purpose.TOKEN) == [1, 0]
+def tokens(logits: torch.Tensor, rows: list[SamplingRow], at: list[int] | None = None) -> list[int]:
+    return sample(ReferenceSample(), logits, rows, range(len(rows)) if at is None else at, Purpose.TOKEN)
+
+
+def test_greedy_rows_take_the_lowest_id_of_the_largest_value_and_leave_the_logits_alone() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0], [-1.0, -1.0, -1.0]])
+    before = logits.clone()
+    assert tokens(logits, [row(0), row(0), row(0)]) == [1, 0, 0]
+    assert tokens(logits, [row(0), row(0)], [2, 0]) == [0, 1]
+    assert torch.equal(logits, before)
+
+
+def test_rows_with_and_without_penalties_are_drawn_in_their_order() -> None:
+    """Logits that leave no choice: 3 of row 0, 1 of row 1; a bias makes it 2."""
+    logits = torch.tensor([[0.0, 0.0, 0.0, 900.0], [0.0, 900.0, 0.0, 0.0]])
+    state = SamplingState(
+        params=SamplingParams(logit_bias={2: 100.0, 3: -100.0}), seed=1, choice=0, prompt=(0,), stop_ids=frozenset()
+    )
+    biased = SamplingRow(state=state, output=())
+    assert tokens(logits, [row(1), biased, row(0), biased], [0, 1, 1, 0]) == [3, 1, 1, 3]
+    assert tokens(logits / 20, [biased, row(1), biased], [1, 1, 0]) == [2, 1, 2]
+
+
+def test_a_row_knows_its_position_by_output_and_proposed_tokens_together() -> None:
+    whole, split = row(1, output=(3, 4, 5)), SamplingRow(state=row(1).state, output=(3,), proposed=(4, 5))
+    assert (split.position, split.num_output, list(split.tokens)) == (5, 3, [3, 4, 5])
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0))
+    assert tokens(logits, [split]) == tokens(logits, [whole])
 
 
 def test_a_token_does_not_depend_on_its_batch_and_changes_with_seed_choice_and_position() -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     rows = [row(1), row(1, seed=6), row(1, choice=1), row(1, output=(3,)), row(0)]
-    tokens = sample(torch.stack([logits] * 5), rows, Purpose.TOKEN)
-    assert len(set(tokens)) == 5
-    assert [sample(logits[None], [one], Purpose.TOKEN)[0] for one in rows] == tokens
+    drawn = tokens(torch.stack([logits] * 5), rows)
+    assert len(set(drawn)) == 5
+    assert [tokens(logits[None], [one])[0] for one in rows] == drawn
     # Not what the output holds, only how long it is.
-    assert sample(logits[None], [row(1, output=(4,))], Purpose.TOKEN)[0] == tokens[3]
+    assert tokens(logits[None], [row(1, output=(4,))])[0] == drawn[3]
 
 
 def test_the_draw_is_the_argmax_with_the_noise_of_the_position_that_the_token_takes() -> None:
@@ -46,7 +72,7 @@ def test_the_draw_is_the_argmax_with_the_noise_of_the_position_that_the_token_ta
     assert draw(logits, one, Purpose.TOKEN) == int((logits + noise).argmax())
 
 
-VOCAB = 3 * sampler._WORTH_SCREENING
+VOCAB = 3 * reference._WORTH_SCREENING
 
 
 @st.composite
@@ -75,24 +101,17 @@ def test_leaving_out_ids_that_cannot_win_gives_the_token_of_the_full_draw(values
 def test_few_ids_are_left_to_compute_noise_for_whatever_the_shape_of_the_distribution() -> None:
     for spread in (0.0, 0.1, 3.0, 30.0):
         values = (torch.randn(49152, generator=torch.Generator().manual_seed(2)) * spread).numpy()
-        left = [sampler._may_win(key, np.arange(49152), values).size for key in range(50)]
+        left = [reference._may_win(key, np.arange(49152), values).size for key in range(50)]
         assert min(left) >= 1
         assert sum(left) / 50 < 50
 
 
 def test_a_screen_that_is_too_narrow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_SLACK", -20.0)
+    monkeypatch.setattr(reference, "_SLACK", -20.0)
     values = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
     with pytest.raises((AssertionError, ValueError)):
         for seed in range(50):
             assert draw(values, row(1, seed=seed), Purpose.TOKEN) == full_draw(values, seed)
-
-
-def test_the_argmax_of_each_row_is_the_lowest_of_equals_and_leaves_the_logits_alone() -> None:
-    logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0], [-1.0, -1.0, -1.0]])
-    before = logits.clone()
-    assert argmax_rows(logits) == [1, 0, 0]
-    assert torch.equal(logits, before)
 
 
 def test_masked_tokens_are_never_drawn_and_the_others_keep_their_noise() -> None:

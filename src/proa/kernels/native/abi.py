@@ -32,6 +32,7 @@ class Kind(IntEnum):
     GATE = 16
     SCALE = 17
     INDEX = 18
+    SAMPLE = 19
 
 
 class Form(IntEnum):

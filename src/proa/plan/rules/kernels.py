@@ -8,7 +8,7 @@ from typing import Any
 
 from proa.choice import Choice
 from proa.conditions import Blocked, Blocks, Condition, Facts, FactView, Source
-from proa.kernels.catalog import CATALOG, MATMUL, MOE, kernels_for
+from proa.kernels.catalog import CATALOG, MATMUL, MOE, SAMPLE, kernels_for
 from proa.kernels.delta_catalog import DELTA
 from proa.kernels.kernel_info import phase_op
 from proa.plan.context import RunnerContext
@@ -47,6 +47,11 @@ def moe(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str] | Decisio
     return _kernel(ctx, facts, MOE, ctx.intent.moe_kernel, knob="moe_kernel")
 
 
+def sampling(ctx: RunnerContext, facts: Mapping[str, Any]) -> Decision[str]:
+    """What draws tokens from the runner's own logits."""
+    return _kernel(ctx, facts, SAMPLE, ctx.intent.sampling_kernel, knob="sampling_kernel")
+
+
 def _kernel(
     ctx: RunnerContext, facts: Mapping[str, Any], op: str, ask: Choice[str], knob: str | None = None
 ) -> Decision[str]:
@@ -81,10 +86,11 @@ def numerics(
     linear: LinearAttentionPlan,
     matmul: Decision[str],
     experts: Decision[str | None],
+    sampling: Decision[str],
 ) -> Decision[Numerics]:
     """Exact where every chosen kernel is, else fast. All phases of linear attention must run on one: what was decoded
     may be verified, or prefilled again, and must get the same bits."""
-    chosen: dict[str, str | None] = {MATMUL: matmul.value, MOE: experts.value}
+    chosen: dict[str, str | None] = {MATMUL: matmul.value, MOE: experts.value, SAMPLE: sampling.value}
     for op, plan in (("attention", attention), (DELTA, linear)):
         leaves = {Phase.PREFILL: plan.prefill, Phase.DECODE: plan.decode, Phase.VERIFY: plan.verify}
         chosen |= {phase_op(op, phase): leaf.value for phase, leaf in leaves.items()}

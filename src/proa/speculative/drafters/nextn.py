@@ -58,7 +58,7 @@ class NextNDrafter:
         self._tables = runner.tables
         self._prefill_chunk = prefill_chunk
         self._max_positions = max_positions
-        self._drawing = Drawing(vocab, verification)
+        self._drawing = Drawing(vocab, verification, runner.kernels)
         self._observed: dict[int, _Observed] = {}
 
     def observe(self, hidden: Sequence[HiddenRows]) -> None:

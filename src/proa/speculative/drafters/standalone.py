@@ -52,7 +52,7 @@ class StandaloneDrafter:
         self._draft_vocab = min(draft_vocab, vocab)
         self._prefill_chunk = prefill_chunk
         self._max_positions = max_positions
-        self._drawing = Drawing(vocab, verification)
+        self._drawing = Drawing(vocab, verification, runner.kernels)
 
     def observe(self, hidden: Sequence[HiddenRows]) -> None:
         """Nothing to keep: this draft reads tokens only."""

@@ -6,7 +6,7 @@ namespace proa {
 
 enum Kind : int64_t {  // native/abi.py: Kind
     LOOKUP, TABLE, ADD_NORM, MATMUL, LOGITS, FFN, ROTATION, WRITE, ATTENTION, SELECT, ROUTE, EXPERTS, LATENT_WRITE,
-    LATENT_ATTENTION, NORM, DELTA, GATE, SCALE, INDEX,
+    LATENT_ATTENTION, NORM, DELTA, GATE, SCALE, INDEX, SAMPLE,
 };
 
 struct Op {  // native/abi.py: COp. Which fields an op uses stands at its function.

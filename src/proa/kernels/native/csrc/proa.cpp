@@ -6,6 +6,7 @@
 #include "delta.h"
 #include "latent.h"
 #include "moe.h"
+#include "sample.h"
 #include "sparse.h"
 #include <vector>
 
@@ -203,6 +204,7 @@ template <class T> static void execute(const Op& op, const Batch& batch) {
         case LATENT_WRITE: return latent_write<T>(op, batch);
         case LATENT_ATTENTION: return latent_attention<T>(op, batch);
         case NORM: return norm<T>(op, rows);
+        case SAMPLE: return sample(op, rows);
     }
 }
 
