@@ -209,8 +209,9 @@ class Engine:
 
     def _forward(self, rows: StepRows) -> ForwardOutput:
         output = self._runner.forward(rows.spans)
-        if len(output.logits) != rows.num_logits:
-            raise RuntimeError(f"the runner returned {len(output.logits)} rows of logits instead of {rows.num_logits}")
+        given = output.logits.shape[0]  # not len(): torch's is thirty calls in Python
+        if given != rows.num_logits:
+            raise RuntimeError(f"the runner returned {given} rows of logits instead of {rows.num_logits}")
         if self._needs_hidden and (output.hidden is None or len(output.hidden) != rows.num_rows):
             raise RuntimeError(f"the drafter needs the hidden rows of all {rows.num_rows} rows of the batch")
         return output
