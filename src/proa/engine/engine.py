@@ -235,10 +235,8 @@ class Engine:
     def _record(self, verdict: Verdict, drafted: Mapping[int, Drafted], hidden: Sequence[HiddenRows]) -> None:
         """The step is kept: hand out tokens, tell the drafter what it may know of it, let go of what has finished."""
         for entry in verdict.requests:
-            live = self._live[entry.request_id]
             self.stats.record(entry)
-            live.stats.record(entry)
-            self._ready.append(live.commit(entry))
+            self._ready.append(self._live[entry.request_id].commit(entry))
         self.lengths.record(verdict)
         if self._watch is not None:
             self._watch.record(verdict, pays=self.lengths.pays)
