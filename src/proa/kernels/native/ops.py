@@ -16,6 +16,7 @@ import torch
 
 from proa.arch.blocks import QueryScale
 from proa.kernels.native.abi import CCache, CHeads, CLinear, COp, Form, Kind
+from proa.kernels.native.room import WeightRoom
 from proa.kernels.native.sink import Sink
 from proa.kernels.seam import Codes, HeadNorm, Heads, LayerKV, Packed, RopeRows, Segment
 from proa.units import DType
@@ -48,10 +49,11 @@ class NativeDense:
     def __init__(self, library: ctypes.CDLL, sink: Sink) -> None:
         self.library = library
         self.sink = sink
+        self._room = WeightRoom()
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         out, size = weight.shape
-        panels = torch.empty((whole(out), size), dtype=weight.dtype)
+        panels = self._room.empty((whole(out), size), weight.dtype)
         form = FORMS[weight.dtype]
         self.library.proa_pack(form, weight.data_ptr(), out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, weight.dtype)
@@ -60,13 +62,13 @@ class NativeDense:
         out, row_bytes = blocks.shape
         size = row_bytes // format.storage.nbytes * format.storage.elements
         form = Form[format.name]
-        panels = torch.empty((whole(out), self.library.proa_row_bytes(form, size)), dtype=torch.uint8)
+        panels = self._room.empty((whole(out), self.library.proa_row_bytes(form, size)), torch.uint8)
         self.library.proa_pack_blocks(form, blocks.data_ptr(), row_bytes, out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, dtype)
 
     def pack_codes(self, weight: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> Packed:
         out, size = weight.codes.shape
-        panels = torch.empty((whole(out), size), dtype=weight.codes.dtype)
+        panels = self._room.empty((whole(out), size), weight.codes.dtype)
         self.library.proa_pack(Form.F8, weight.codes.data_ptr(), out, size, panels.data_ptr())
         scales = weight.scales.detach().contiguous()
         return _packed(panels, bias, Form.F8, out, size, dtype, scales=scales, columns=weight.columns)

@@ -121,7 +121,7 @@ template <class T> static void route(const Op& op, int64_t rows) {
     const Range panels = my_share(r.linear.panels());
     product<T>(rows, x, D, (const T*)r.linear.packed, D, panels.begin, panels.end,
                [&](int64_t m, int64_t n, f32x16 v) { store(scores + m * 2 * padded + n, v); });
-#pragma omp barrier
+    wait_for_all();
     const Range mine = my_share(rows);
     for (int64_t m = mine.begin; m < mine.end; m++) {
         float *row = scores + m * 2 * padded, *weights = (float*)op.tmp + m * k;
@@ -189,10 +189,10 @@ template <class T> static void experts(const Op& op, int64_t rows) {
     T *gathered = (T*)op.tmp, *hidden = gathered + entries * D;
     int32_t *start = (int32_t*)op.scratch, *place = start + w.slots + 1;
     if (omp_get_thread_num() == 0) group((const int32_t*)op.c, entries, w.slots, start, place);
-#pragma omp barrier
+    wait_for_all();
     const Range copied = my_share(entries);
     for (int64_t i = copied.begin; i < copied.end; i++) std::memcpy(gathered + place[i] * D, x + i / k * D, D * sizeof(T));
-#pragma omp barrier
+    wait_for_all();
     share_slots(start, w.slots, W / 16, [&](int64_t first, int64_t count, int64_t slot, int64_t begin, int64_t end) {
         T* to = hidden + first * W;
         multiply(slot_of<T>(w.gate_up, slot), count, gathered + first * D, D, 2 * begin, 2 * end, [&](int64_t m, int64_t n, f32x16 v) {
@@ -203,13 +203,13 @@ template <class T> static void experts(const Op& op, int64_t rows) {
             store16(at, silu(load16(at)) * load16(up));
         });
     });
-#pragma omp barrier
+    wait_for_all();
     share_slots(start, w.slots, D / 16, [&](int64_t first, int64_t count, int64_t slot, int64_t begin, int64_t end) {
         T* to = gathered + first * D;
         multiply(slot_of<T>(w.down, slot), count, hidden + first * W, W, begin, end,
                  [&](int64_t m, int64_t n, f32x16 v) { store16(to + m * D + n, v); });
     });
-#pragma omp barrier
+    wait_for_all();
     const Range mine = my_share(rows);
     for (int64_t m = mine.begin; m < mine.end; m++) {
         const float entry = w.gate ? gate_of(x + m * D, (const T*)w.gate, D) : 1.f;

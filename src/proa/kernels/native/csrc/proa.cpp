@@ -35,20 +35,22 @@ template <class T, class Y> static void matmul(const Op& op, int64_t rows, Y* ou
 }
 
 // a x [rows, in], b gate and up, c down -> out [rows, out]. tmp [rows, 2 * width]: gate and up, then silu(gate) * up in the
-// first half of each row.
+// first half of each row. A thread makes the same columns of gate and up, so only the product waits for the others.
 template <class T> static void ffn(const Op& op, int64_t rows) {
     const Linear &gate_up = *(const Linear*)op.b, &down = *(const Linear*)op.c;
     const int64_t width = gate_up.out / 2, vectors = width / 16;
     T *hidden = (T*)op.tmp, *y = (T*)op.out;
-    apply<T>(gate_up, (const T*)op.a, gate_up.in, rows, op.scratch,
-             [&](int64_t m, int64_t n, f32x16 v) { store16(hidden + m * 2 * width + n, v); });
-#pragma omp barrier
-    const Range mine = my_share(rows * vectors);
-    for (int64_t i = mine.begin; i < mine.end; i++) {
-        T* gate = hidden + i / vectors * 2 * width + i % vectors * 16;
-        store16(gate, silu(load16(gate)) * load16(gate + width));
-    }
-#pragma omp barrier
+    const auto keep = [&](int64_t m, int64_t n, f32x16 v) { store16(hidden + m * 2 * width + n, v); };
+    const Range mine = my_share(vectors);
+    prepare(gate_up, (const T*)op.a, gate_up.in, rows, op.scratch);
+    for (int64_t first : {int64_t(0), vectors})
+        apply_panels<T>(gate_up, (const T*)op.a, gate_up.in, rows, op.scratch, {first + mine.begin, first + mine.end}, keep);
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = mine.begin; i < mine.end; i++) {
+            T* gate = hidden + m * 2 * width + i * 16;
+            store16(gate, silu(load16(gate)) * load16(gate + width));
+        }
+    wait_for_all();
     apply<T>(down, hidden, 2 * width, rows, op.scratch,
              [&](int64_t m, int64_t n, f32x16 v) { put(y + m * down.out, n, down.out, v); });
 }
@@ -205,13 +207,14 @@ template <class T> static void execute(const Op& op, const Batch& batch) {
     }
 }
 
-// One team for the whole list: between two ops there is a barrier, not the end and start of a parallel region.
+// One team for the whole list: between two ops its threads meet, which no end and start of a parallel region would match.
 template <class T> static void run(const Op* ops, int64_t count, const Batch& batch) {
-#pragma omp parallel
-    for (int64_t i = 0; i < count; i++) {
-        execute<T>(ops[i], batch);
-#pragma omp barrier
-    }
+    with_team([&] {
+        for (int64_t i = 0; i < count; i++) {
+            if (i > 0) wait_for_all();
+            execute<T>(ops[i], batch);
+        }
+    });
 }
 
 template <class T> static void pack(const T* w, int64_t out, int64_t in, T* packed) {
