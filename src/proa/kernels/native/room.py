@@ -1,7 +1,7 @@
 """Memory for packed weights, on huge pages where the system has them. Owns no weight and no arrangement.
 
-A step of few rows reads every weight once, so it is as fast as memory is read; with pages of 4 KiB a tenth to a sixth of
-that goes to address translation, and the processor's prefetchers stop at the end of each page. A single weight is often
+A step of few rows reads every weight once, so it is as fast as memory is read. With pages of 4 KiB a tenth of that time
+and more goes to finding pages, and the processor's prefetchers stop at the end of each. A single weight is often
 smaller than one huge page, hence many share a chunk.
 """
 
@@ -34,11 +34,12 @@ class WeightRoom:
 
 
 def _chunk(nbytes: int) -> torch.Tensor:
-    """At least so many bytes, from a multiple of HUGE on."""
+    """So many bytes, from a multiple of HUGE on where there are huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones stay small
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    chunk = torch.frombuffer(memory, dtype=torch.uint8)
-    return chunk[-chunk.data_ptr() % HUGE :]
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE
+    return whole[start : start + nbytes]

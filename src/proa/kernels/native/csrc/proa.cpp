@@ -133,9 +133,8 @@ template <class T> static void write(const Op& op, const Batch& batch) {
         const int64_t kv_head = (head - h.query) % h.key_value, offset = batch.slots[m] % cache.page_size;
         const int32_t page = int32_t(batch.slots[m] / cache.page_size);
         const int64_t group = cache.group(&page, kv_head, offset);
-        for (int64_t d = 0; d < h.size; d++)
-            if (is_value) write_value((T*)cache.values + group, offset, d, rounded[d]);
-            else write_key((T*)cache.keys + group, offset, d, rounded[d]);
+        if (is_value) write_value((T*)cache.values + group, offset, h.size, rounded);
+        else write_key((T*)cache.keys + group, offset, h.size, rounded);
     }
 }
 
