@@ -6,7 +6,9 @@ For the questions that throughput does not answer (verify.py, overhead.py); peer
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,14 @@ from proa.engine.engine import Engine
 from proa.engine.preparation import merged
 from proa.engine.session import Limits, Session
 from proa.env import read_environment
+from proa.kernels.native.sink import Program
 from proa.sampling.params import SamplingParams
 from proa.sampling.sampler import logprobs
 from proa.speculative.protocol import DraftContext, Drafter, HiddenRows, Proposal, Verdict
 from proa.speculative.verify import Verifier
 from proa.units import Verification
+
+EMPTY_RUNS = 20
 
 
 class Clocked:
@@ -43,6 +48,36 @@ class Clocked:
                 self.seconds += time.perf_counter() - start
 
         return timed
+
+
+class ProgramClock:
+    """Seconds spent in recorded programs (kernels/native/sink.py), which are a forward's arithmetic and little else."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._again: Callable[[], None] | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        inner = Program.run
+
+        def timed(program: Program, rows: int, batch: Mapping[str, Any]) -> None:
+            start = time.perf_counter()
+            inner(program, rows, batch)
+            self.seconds += time.perf_counter() - start
+            self._again = lambda: inner(program, 0, {name: value[:0] for name, value in batch.items()})
+
+        Program.run = timed
+        try:
+            yield
+        finally:
+            Program.run = inner
+
+    def empty(self) -> float:
+        """Seconds of the last program over no rows: every op is called, every thread waited for, nothing computed."""
+        if self._again is None:
+            return 0.0
+        return min(timeit.repeat(self._again, number=1, repeat=EMPTY_RUNS))
 
 
 class KnownAnswer:
@@ -75,11 +110,14 @@ class KnownAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Decode steps of one run: their number, the seconds of all of them and the parts of these, and the tokens."""
+    """Decode steps of one run: their number, the seconds of all of them and the parts of these, and the tokens.
+    `program` is part of `forward`, `dispatch` what programs take besides their arithmetic."""
 
     number: int
     seconds: float
     forward: float
+    program: float
+    dispatch: float
     sampling: float
     tokens: tuple[tuple[int, ...], ...]
 
@@ -130,10 +168,20 @@ def decode_steps(
     while not all(answer.first_token for answer in answers):
         session.step()
     forward.seconds = sampling.seconds = 0.0
+    programs = ProgramClock()
     number, start = 0, time.perf_counter()
-    while not all(answer.finished for answer in answers):
-        session.step()
-        number += 1
+    with programs.running():
+        while not all(answer.finished for answer in answers):
+            session.step()
+            number += 1
     seconds = time.perf_counter() - start
     tokens = tuple(session.result(answer).outputs[0].token_ids for answer in answers)
-    return Steps(number=number, seconds=seconds, forward=forward.seconds, sampling=sampling.seconds, tokens=tokens)
+    return Steps(
+        number=number,
+        seconds=seconds,
+        forward=forward.seconds,
+        program=programs.seconds,
+        dispatch=number * programs.empty(),
+        sampling=sampling.seconds,
+        tokens=tokens,
+    )

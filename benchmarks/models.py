@@ -127,20 +127,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             }
         ),
         "qwen3-next-0.6b": hybrid.SHAPE,
-        # SmolLM2's depth with next to no work in a layer: what a step costs besides its arithmetic (overhead.py).
-        "narrow": MappingProxyType(
-            {
-                "model_type": "llama",
-                "architectures": ["LlamaForCausalLM"],
-                "hidden_size": 64,
-                "intermediate_size": 64,
-                "num_hidden_layers": 30,
-                "num_attention_heads": 1,
-                "num_key_value_heads": 1,
-                "head_dim": 64,
-                "rope_theta": 10000.0,
-            }
-        ),
     }
 )
 QUANTISED = ("Q8_0", "Q4_0")
@@ -196,7 +182,7 @@ def make(name: str, folder: Path, recipe: Path) -> None:
         weights = random_weights(config)
     write_hub(hub, config, weights, recipe)
     sizes = {"bf16": sum(round(tensor.numel() * 2 * read_part(hub, config)) for hub, tensor in weights.items())}
-    kinds = {"narrow": (), "qwen3-moe-1b": ("BF16", *QUANTISED), "glm-flash-1b": ("BF16",), "qwen3-next-0.6b": ("BF16",)}
+    kinds = {"qwen3-moe-1b": ("BF16", *QUANTISED), "glm-flash-1b": ("BF16",), "qwen3-next-0.6b": ("BF16",)}
     for kind in kinds.get(name, ("BF16", "F16", *QUANTISED)):
         sizes[kind.lower()] = write_gguf(folder / f"{kind}.gguf", kind, config, weights, recipe)
     (folder / "manifest.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")

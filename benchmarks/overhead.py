@@ -1,8 +1,9 @@
 """What a decode step costs besides its arithmetic: `python benchmarks/overhead.py`. Milliseconds per step.
 
-Two numbers make the overhead. `outside`: the step without its forward and its sampling (scheduling, transaction, text).
-`dispatch`: the forward of a model as deep as SmolLM2 in which a layer has next to nothing to compute, so that what
-remains is building the batch, Python and the calls. Sampling is apart: its work grows with the vocabulary.
+A step is `outside` (scheduling, transaction, delivery), `sampling`, and the forward: `batch` (from rows to what the
+native program reads), `dispatch` (the program over no rows: its calls, and its threads waiting for each other) and
+`arithmetic`, which is all the rest of the program. The overhead is outside, batch and dispatch. Sampling is apart: its
+work grows with the vocabulary.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -28,43 +30,38 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--profile", type=Path, help="also write a profile of the narrow model's steps (for pstats)")
+    parser.add_argument("--profile", type=Path, help="also write a profile of steps of one request (for pstats)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    real = open_target(model_path(args.models, args.model, "proa"), args.threads, 0)
-    narrow = open_target(model_path(args.models, "narrow-bf16", "proa"), args.threads, 0)
-    print(f"{'batch':>6}{'step':>9}{'forward':>9}{'sampling':>9}{'outside':>9}{'dispatch':>9}{'overhead':>9}")
+    opened = open_target(model_path(args.models, args.model, "proa"), args.threads, 0)
     document = {}
     for batch in args.batch:
         text = prompts(f"overhead/{batch}", batch, PROMPT_TOKENS)
-        decode_steps(real, text, 4), decode_steps(narrow, text, 4)
-        runs = [
-            (decode_steps(real, text, NEW_TOKENS), decode_steps(narrow, text, NEW_TOKENS)) for _ in range(args.rounds)
-        ]
-        figures = summary(runs)
+        decode_steps(opened, text, 4)
+        figures = summary([decode_steps(opened, text, NEW_TOKENS) for _ in range(args.rounds)])
+        if not document:
+            print(f"{'batch':>6}" + "".join(f"{name:>11}" for name in figures))
         document[str(batch)] = figures
-        print(f"{batch:>6}" + "".join(f"{value:9.3f}" for value in figures.values()))
+        print(f"{batch:>6}" + "".join(f"{value:11.3f}" for value in figures.values()))
     if args.profile:
-        profile(lambda: decode_steps(narrow, prompts("overhead/1", 1, PROMPT_TOKENS), 4 * NEW_TOKENS), args.profile)
+        profile(lambda: decode_steps(opened, prompts("overhead/1", 1, PROMPT_TOKENS), 4 * NEW_TOKENS), args.profile)
     facts = {"model": args.model, "threads": args.threads, "milliseconds_by_batch": document}
     print("raw values:", save(f"overhead-{args.model}", facts, args.results))
     return 0
 
 
-def summary(runs: list[tuple[Steps, Steps]]) -> dict[str, float]:
-    def per_step(seconds: list[float], steps: list[Steps]) -> float:
-        return median(1000 * value / run.number for value, run in zip(seconds, steps, strict=True))
+def summary(runs: list[Steps]) -> dict[str, float]:
+    def per_step(seconds: Callable[[Steps], float]) -> float:
+        return median(1000 * seconds(run) / run.number for run in runs)
 
-    real, narrow = [run[0] for run in runs], [run[1] for run in runs]
-    outside = per_step([run.seconds - run.forward - run.sampling for run in real], real)
-    dispatch = per_step([run.forward for run in narrow], narrow)
     return {
-        "step": per_step([run.seconds for run in real], real),
-        "forward": per_step([run.forward for run in real], real),
-        "sampling": per_step([run.sampling for run in real], real),
-        "outside": outside,
-        "dispatch": dispatch,
-        "overhead": outside + dispatch,
+        "step": per_step(lambda run: run.seconds),
+        "arithmetic": per_step(lambda run: run.program - run.dispatch),
+        "sampling": per_step(lambda run: run.sampling),
+        "outside": per_step(lambda run: run.seconds - run.forward - run.sampling),
+        "batch": per_step(lambda run: run.forward - run.program),
+        "dispatch": per_step(lambda run: run.dispatch),
+        "overhead": per_step(lambda run: run.seconds - run.sampling - run.program + run.dispatch),
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from proa.kernels.memory import HUGE_PAGE, empty
+from proa.kernels.memory import CHUNK, HUGE_PAGE, LINE, Room, empty
 
 linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are Linux's")
 
@@ -40,6 +40,32 @@ def test_memory_goes_with_its_tensor_and_not_before() -> None:
     assert flags_at(address)
     del part
     assert not flags_at(address)
+
+
+def test_tensors_of_a_room_lie_on_whole_lines_one_behind_the_other() -> None:
+    room = Room()
+    first, second = room.empty((3, 5), torch.bfloat16), room.empty((7,), torch.float32)
+    assert first.shape == (3, 5) and first.dtype == torch.bfloat16 and second.dtype == torch.float32
+    assert first.data_ptr() % HUGE_PAGE == 0 and second.data_ptr() == first.data_ptr() + LINE
+    assert second.untyped_storage().data_ptr() == second.data_ptr() and second.untyped_storage().nbytes() >= 28
+
+
+@pytest.mark.parametrize("nbytes", [CHUNK // 2 + 1, CHUNK, CHUNK + 1])
+def test_what_a_chunk_cannot_hold_begins_the_next(nbytes: int) -> None:
+    room = Room()
+    tensors = [room.empty((nbytes,), torch.uint8) for _ in range(3)]
+    for value, tensor in enumerate(tensors):
+        tensor[[0, -1]] = value
+    assert [tensor[[0, -1]].tolist() for tensor in tensors] == [[0, 0], [1, 1], [2, 2]]
+    assert all(tensor.data_ptr() % HUGE_PAGE == 0 for tensor in tensors)
+
+
+def test_tensors_outlive_their_room() -> None:
+    room = Room()
+    tensor = room.empty((1000,), torch.int64)
+    tensor.copy_(torch.arange(1000))
+    del room
+    assert tensor.tolist() == list(range(1000))
 
 
 def test_another_device_is_torchs_own() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from proa.cache.pages import PagePool
 
@@ -20,8 +21,7 @@ class _Table:
     pages: list[int] = field(default_factory=list[int])
 
 
-@dataclass(frozen=True, slots=True)
-class _Marked:
+class _Marked(NamedTuple):
     """What `undo` returns a table to. Pages are only ever appended within a transaction, so a count is enough."""
 
     length: int
@@ -89,11 +89,13 @@ class BlockTables:
         """
         if not self._is_open:
             raise RuntimeError(f"request {request_id}: rows can be reserved in a transaction only")
-        table = self._tables.get(request_id) or _Table()
+        known = self._tables.get(request_id)
+        table = known or _Table()
         self._check_writable(request_id, table)
         missing = self.pages_for(table.length + rows) - len(table.pages)
         new_pages = self.pool.allocate(missing) if missing > 0 else ()  # most decode steps need none
-        self._remember(request_id)
+        if request_id not in self._marked:
+            self._marked[request_id] = _Marked(known.length, len(known.pages)) if known else None
         self._tables[request_id] = table
         table.pages += new_pages
         table.tentative = max(table.tentative, rows)
@@ -172,16 +174,12 @@ class BlockTables:
         if first < len(table.pages) and self.pool.owners(table.pages[first]) > 1:
             raise RuntimeError(f"request {request_id}: row {table.length} would be written to a shared page")
 
-    def _remember(self, request_id: int) -> None:
-        if request_id not in self._marked:
-            table = self._tables.get(request_id)
-            self._marked[request_id] = _Marked(table.length, len(table.pages)) if table else None
-
     def _trim(self, request_id: int, num_pages: int) -> None:
         """Drop tentative rows and the pages after the first `num_pages`; a table without rows goes."""
         table = self._tables[request_id]
         table.tentative = 0
-        if surplus := table.pages[num_pages:]:
+        if len(table.pages) > num_pages:
+            surplus = table.pages[num_pages:]
             del table.pages[num_pages:]
             self.pool.release(surplus)
         if not table.pages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from proa.engine.request import Request
 from proa.sampling.sampler import TokenLogprobs
@@ -11,8 +11,7 @@ from proa.speculative.protocol import RequestVerdict
 from proa.speculative.stats import SpeculativeStats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one step changed for one request: `tokens` are new, `logprobs` go with them where they were asked for.
 
     `finish_reason` is stop, length or abort with the last of them, None before. `prompt_logprobs` come once, with the
@@ -72,6 +71,7 @@ class Delivery:
     def commit(self, verdict: RequestVerdict) -> StepOutput:
         """The step is kept: the emitted tokens belong to the request."""
         prompt_logprobs = tuple(self._prompt_logprobs) if self.wants_prompt_logprobs else None
+        self.stats.record(verdict)
         self.request.output.extend(verdict.emitted)
         del self._answers[: len(verdict.emitted)]
         return StepOutput(

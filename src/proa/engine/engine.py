@@ -211,8 +211,9 @@ class Engine:
 
     def _forward(self, rows: StepRows) -> ForwardOutput:
         output = self._runner.forward(rows.spans)
-        if len(output.logits) != rows.num_logits:
-            raise RuntimeError(f"the runner returned {len(output.logits)} rows of logits instead of {rows.num_logits}")
+        given = output.logits.shape[0]  # not len(): torch's is thirty calls in Python
+        if given != rows.num_logits:
+            raise RuntimeError(f"the runner returned {given} rows of logits instead of {rows.num_logits}")
         if self._needs_hidden and (output.hidden is None or len(output.hidden) != rows.num_rows):
             raise RuntimeError(f"the drafter needs the hidden rows of all {rows.num_rows} rows of the batch")
         return output
@@ -236,10 +237,8 @@ class Engine:
     def _record(self, verdict: Verdict, drafted: Mapping[int, Drafted], hidden: Sequence[HiddenRows]) -> None:
         """The step is kept: hand out tokens, tell the drafter what it may know of it, let go of what has finished."""
         for entry in verdict.requests:
-            live = self._live[entry.request_id]
             self.stats.record(entry)
-            live.stats.record(entry)
-            self._ready.append(live.commit(entry))
+            self._ready.append(self._live[entry.request_id].commit(entry))
         self.lengths.record(verdict)
         if self._watch is not None:
             self._watch.record(verdict, pays=self.lengths.pays)

@@ -40,6 +40,7 @@ class OutputState:
         self._max_new = max_new
         self._stream = tokenizer.stream(params.skip_special_tokens)
         self._stops = StopStrings([params.stop] if isinstance(params.stop, str) else params.stop)
+        self._unread: list[int] = []
         self._sent: list[str] = []
         self._unsent: list[str] = []
 
@@ -50,6 +51,7 @@ class OutputState:
     @property
     def text(self) -> str:
         """All text so far, that which `take_delta` still holds back included."""
+        self._read()
         return "".join([*self._sent, *self._unsent])
 
     def push(self, token: int) -> bool:
@@ -61,7 +63,9 @@ class OutputState:
         if may_stop and token in self._stop_ids:
             self._end_at_stop_token(token)
         else:
-            self._add(self._stream.push(token), may_stop)
+            self._unread.append(token)
+            if self._stops.any:
+                self._look_for_stop(self._read(), may_stop)
         if not self.finished and len(self.token_ids) >= self._max_new:
             self._end(FinishReason.LENGTH)
         return self.finished
@@ -73,6 +77,7 @@ class OutputState:
 
     def take_delta(self) -> str:
         """The text since the last call. What may be the beginning of a stop string waits until that is decided."""
+        self._read()
         text = "".join(self._unsent)
         held = 0 if self.finished or self._params.include_stop_str_in_output else self._stops.held()
         ready = text[: len(text) - held]
@@ -80,11 +85,15 @@ class OutputState:
         self._unsent = [text[len(ready) :]]
         return ready
 
-    def _add(self, piece: str, may_stop: bool) -> None:
-        if not piece:
-            return
+    def _read(self) -> str:
+        """The text of the tokens that nobody has read yet. Only stop strings need it within a step."""
+        piece = "".join(map(self._stream.push, self._unread))
+        self._unread.clear()
         self._unsent.append(piece)
-        hit = self._stops.feed(piece)
+        return piece
+
+    def _look_for_stop(self, piece: str, may_stop: bool) -> None:
+        hit = self._stops.feed(piece) if piece else None
         if hit is None or not may_stop:
             return
         start, stop = hit
@@ -95,11 +104,12 @@ class OutputState:
 
     def _end_at_stop_token(self, token: int) -> None:
         if self._params.include_stop_str_in_output:
-            self._unsent.append(self._stream.push(token))
+            self._unread.append(token)
         self.stop_reason = token if token in self._params.stop_token_ids else None
         self._end(FinishReason.STOP)
 
     def _end(self, reason: FinishReason) -> None:
+        self._read()
         self._unsent.append(self._stream.flush())
         self.finish_reason = reason
 
@@ -111,6 +121,10 @@ class StopStrings:
         self._stops = tuple(stops)
         self._reach = max((len(stop) for stop in self._stops), default=1) - 1
         self._tail = ""
+
+    @property
+    def any(self) -> bool:
+        return bool(self._stops)
 
     def feed(self, piece: str) -> tuple[int, str] | None:
         """The earliest stop string that ends within `piece`, and where it starts, counted from the start of `piece`

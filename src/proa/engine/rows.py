@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +29,7 @@ class Drafted:
 NOTHING = Drafted(tokens=(), probs=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verified:
+class _Verified(NamedTuple):
     """The request's anchor has logits row `first`, its proposed tokens have the ones after it."""
 
     live: Delivery
@@ -46,15 +47,6 @@ class Scored:
     first: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
-    """The request's positions `start`, `start + 1`, ... are rows `first`, `first + 1`, ... of the batch."""
-
-    live: Delivery
-    start: int
-    first: int
-
-
 class StepRows:
     """Reserves the rows in the target's tables, and slots for their states, within the step's transaction."""
 
@@ -64,7 +56,7 @@ class StepRows:
         self.num_rows = 0
         self.num_logits = 0
         self.kept_chunks: dict[int, int] = {}
-        self._placed: list[_Placed] = []
+        self._lives: list[Delivery] = []  # of each span
         self._tables, self._states = runner.tables, runner.states
         self._verified: list[_Verified] = []
 
@@ -76,7 +68,8 @@ class StepRows:
             raise RuntimeError(f"request {request.request_id} has {cached} rows cached of {request.num_tokens} tokens")
         self._verified.append(_Verified(live=live, drafted=drafted, first=self.num_logits))
         tokens = (request.output[-1], *drafted.tokens)
-        self._add(live, _recurrent(len(tokens)), tokens, num_logits=len(tokens), is_revocable=bool(drafted.tokens))
+        rows = len(tokens)
+        self._add(live, _recurrent(rows), tokens, cached, num_logits=rows, is_revocable=rows > 1)
 
     def add_chunk(self, live: Delivery, chunk: Chunk) -> None:
         """Rows of a prompt. The last one is an anchor: a proposal of no tokens, and the verdict is the first token."""
@@ -92,26 +85,27 @@ class StepRows:
         self.kept_chunks[chunk.request_id] = rows
         phase = _recurrent(rows) if chunk.is_replay else Phase.PREFILL
         tokens = request.tokens(chunk.start, chunk.stop)
-        self._add(live, phase, tokens, num_logits=num_logits, is_revocable=False, snapshots=chunk.snapshots)
+        start = self._tables.length(chunk.request_id)
+        self._add(live, phase, tokens, start, num_logits=num_logits, is_revocable=False, snapshots=chunk.snapshots)
 
     def _add(
         self,
         live: Delivery,
         phase: Phase,
         tokens: tuple[int, ...],
+        start: int,
         *,
         num_logits: int,
         is_revocable: bool,
         snapshots: tuple[int, ...] = (),
     ) -> None:
-        """Rows after the committed ones; logits are those of the last `num_logits` rows."""
-        request_id, state = live.request.request_id, None
-        self._tables.reserve(request_id, len(tokens))
+        """Rows after the `start` committed ones; logits are those of the last `num_logits` rows."""
+        request_id, rows, state = live.request.request_id, len(tokens), None
+        self._tables.reserve(request_id, rows)
         if self._states is not None:
-            state = self._states.extend(request_id, len(tokens), is_revocable=is_revocable, snapshots=snapshots)
-        start = self._tables.length(request_id)
-        self._placed.append(_Placed(live=live, start=start, first=self.num_rows))
-        self.num_rows += len(tokens)
+            state = self._states.extend(request_id, rows, is_revocable=is_revocable, snapshots=snapshots)
+        self._lives.append(live)
+        self.num_rows += rows
         self.num_logits += num_logits
         self.spans.append(
             RowSpan(
@@ -119,7 +113,7 @@ class StepRows:
                 tokens=tokens,
                 start=start,
                 pages=self._tables.pages(request_id),
-                logits=range(len(tokens) - num_logits, len(tokens)),
+                logits=range(rows - num_logits, rows),
                 state=state,
             )
         )
@@ -154,14 +148,15 @@ class StepRows:
 
         `kept`: how many of the step's rows stay, by request id.
         """
+        firsts = accumulate((len(span.tokens) for span in self.spans), initial=0)
         return [
             HiddenRows(
                 request_id=request.request_id,
-                start=entry.start,
-                rows=hidden[entry.first : entry.first + kept[request.request_id]],
+                start=span.start,
+                rows=hidden[first : first + kept[request.request_id]],
             )
-            for entry in self._placed
-            if (request := entry.live.request).sampling.params.speculative
+            for live, span, first in zip(self._lives, self.spans, firsts, strict=False)
+            if (request := live.request).sampling.params.speculative
         ]
 
 

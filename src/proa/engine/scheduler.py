@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from proa.cache.tables import BlockTables
 from proa.engine.request import Request, Status
@@ -34,8 +35,7 @@ class Chunk:
     snapshots: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """The anchor of one request, followed by at most `limit` proposed tokens."""
 
     request_id: int
@@ -197,7 +197,7 @@ class Scheduler:
         """Claim one row for each request that decodes, the earliest first, at the cost of the latest arrivals."""
         preempted: list[Request] = []
         for request in decoding:
-            held = self._held(request)
+            held = self._lengths.length(request.request_id)
             while request.status is Status.RUNNING and not budget.take(held, held + 1, spare=0):
                 victim = self._running.pop()
                 budget.give_back(victim.request_id, self._held(victim))

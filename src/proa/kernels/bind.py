@@ -161,6 +161,9 @@ class KernelSet:
             sampling=self._sampling.name,
         )
 
+    def unpacked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._dense.unpacked(shape, dtype)
+
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         """The weight's own memory may become that of the packed form."""
         self.calls["pack", self._dense.name] += 1

@@ -39,6 +39,9 @@ class OnednnDense:
         arranged = self._reorder(weight.detach(), None)
         return OnednnPacked(weight=arranged, bias=bias, in_features=weight.shape[1], out_features=weight.shape[0])
 
+    def unpacked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._plain.unpacked(shape, dtype)
+
     def pack_in_place(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         return self.pack(weight, bias)  # torch keeps the arrangement to itself
 

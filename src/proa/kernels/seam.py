@@ -235,6 +235,10 @@ class DenseOps(Protocol):
         """Arrange a weight [out, in] (and bias [out]) for `matmul`, once, at load."""
         ...
 
+    def unpacked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory for a weight that `pack_in_place` will be given."""
+        ...
+
     def pack_in_place(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         """As `pack`, for a weight that nobody reads afterwards: its memory may become that of the packed form."""
         ...

@@ -103,12 +103,13 @@ class BuildContext:
     def parameter(self, name: str) -> nn.Parameter:
         """An unfilled parameter on the plan's device; its shape and type stand in the table, nowhere else. A block
         format's is uint8, the last dimension the bytes of a row."""
-        info = self.table[self._full(name)]
+        info, device = self.table[self._full(name)], self.plan.device.value
         if info.dtype is not None and info.dtype.is_block:
             shape, dtype = (*info.shape[:-1], info.dtype.nbytes(info.shape[-1])), torch.uint8
         else:
             shape, dtype = info.shape, self.dtype if info.dtype is None else torch_dtype(info.dtype)
-        data = empty(shape, dtype, self.plan.device.value)
+        is_packed_in_place = device == "cpu" and info.dtype is None and len(shape) == 2
+        data = self.kernels.unpacked(shape, dtype) if is_packed_in_place else empty(shape, dtype, device)
         return nn.Parameter(data, requires_grad=False)
 
     def blocks(self, name: str) -> DType | None:

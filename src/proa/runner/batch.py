@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -61,25 +61,35 @@ def make_batch(
     Neighbouring decode spans, and neighbouring verify spans, share a segment; a prefill span has one of its own,
     because prompts differ in length too much to be padded.
     """
-    slots = [_slots(span, page_size) for span in spans]
-    segments, states, first = [], [], 0
-    for members in _runs(spans):
-        part = [(spans[index], slots[index]) for index in members]
-        states += _states([span for span, _ in part])
-        segments.append(_segment(part, first, windows, device))
-        first += segments[-1].num_rows
-    firsts = np.cumsum([0] + [len(span.tokens) for span in spans])
-    wanted = [int(begin) + row for begin, span in zip(firsts, spans, strict=False) for row in span.logits]
+    tokens, positions, slots, wanted = list[int](), list[int](), list[int](), list[int]()
+    for span in spans:
+        _check_room(span, page_size)
+        pages, rows = span.pages, range(span.start, span.end)
+        wanted += [len(tokens) + row for row in span.logits]
+        tokens += span.tokens
+        positions += rows
+        slots += [pages[row // page_size] * page_size + row % page_size for row in rows]
+    segments, states = [], []
+    for first, part in _parts(spans):
+        segments.append(_segment(part, first, page_size, windows, device))
+        states += _states(part)
+    # One array and not three: a step of one row is made of small calls, and these are among them.
+    of_rows = np.array((tokens, positions, slots), dtype=np.int64)
     return ForwardBatch(
-        token_ids=_tensor(np.concatenate([np.asarray(span.tokens, dtype=np.int64) for span in spans]), device),
-        positions=_tensor(np.concatenate([np.arange(span.start, span.end) for span in spans]), device),
-        write_slots=_tensor(np.concatenate([s[span.start :] for span, s in zip(spans, slots, strict=True)]), device),
+        token_ids=_tensor(of_rows[0], device),
+        positions=_tensor(of_rows[1], device),
+        write_slots=_tensor(of_rows[2], device),
         segments=tuple(segments),
-        logits_rows=None if wanted == list(range(first)) else _tensor(np.asarray(wanted, dtype=np.int64), device),
+        logits_rows=None if wanted == list(range(len(tokens))) else _tensor(np.array(wanted, dtype=np.int64), device),
         states=tuple(states),
         hidden=_hidden(spans, device),
         wants_hidden=wants_hidden,
     )
+
+
+def _check_room(span: RowSpan, page_size: int) -> None:
+    if not span.tokens or len(span.pages) * page_size < span.end:
+        raise ValueError(f"{len(span.tokens)} rows from {span.start} on do not fit {len(span.pages)} pages")
 
 
 def _hidden(spans: Sequence[RowSpan], device: str) -> torch.Tensor | None:
@@ -104,72 +114,78 @@ def _states(spans: Sequence[RowSpan]) -> Iterator[StateSlots]:
         )
 
 
-def _slots(span: RowSpan, page_size: int) -> np.ndarray:
-    """Cache rows of the request's positions 0 .. end - 1."""
-    if not span.tokens or len(span.pages) * page_size < span.end:
-        raise ValueError(f"{len(span.tokens)} rows from {span.start} on do not fit {len(span.pages)} pages")
-    rows = np.asarray(span.pages, dtype=np.int64)[:, None] * page_size + np.arange(page_size)
-    return rows.reshape(-1)[: span.end]
-
-
-def _runs(spans: Sequence[RowSpan]) -> Iterator[list[int]]:
-    """Indices of the spans that form one segment."""
-    for phase, members in groupby(range(len(spans)), key=lambda index: spans[index].phase):
-        match phase:
-            case Phase.PREFILL:
-                yield from ([index] for index in members)
-            case Phase.DECODE | Phase.VERIFY:
-                yield list(members)
+def _parts(spans: Sequence[RowSpan]) -> Iterator[tuple[int, list[RowSpan]]]:
+    """The spans that form one segment, and the batch row of the first one's first row."""
+    first = 0
+    for phase, members in groupby(spans, key=lambda span: span.phase):
+        for part in ([span] for span in members) if phase is Phase.PREFILL else [list(members)]:
+            yield first, part
+            first += sum(len(span.tokens) for span in part)
 
 
 def _segment(
-    part: Sequence[tuple[RowSpan, np.ndarray]], first: int, windows: Collection[int | None], device: str
+    part: Sequence[RowSpan], first: int, page_size: int, windows: Collection[int | None], device: str
 ) -> Segment:
-    counts = np.array([len(span.tokens) for span, _ in part])
-    queries, num_rows = int(counts.max()), int(counts.sum())
-    query = np.minimum(np.arange(queries), counts[:, None] - 1)  # [B, Q], padded with the request's last row
-    firsts = np.cumsum(counts) - counts
-    is_ragged = num_rows != queries * len(part)
-    pad = _tensor((firsts[:, None] + query).reshape(-1), device) if is_ragged else None
-    real = np.flatnonzero((np.arange(queries) < counts[:, None]).reshape(-1))
-    starts = np.array([span.start for span, _ in part])
-    positions = starts[:, None] + query
+    counts = [len(span.tokens) for span in part]
+    queries, num_rows = max(counts), sum(counts)
+    starts = [span.start for span in part]
+    rows = np.array([*zip(accumulate(counts, initial=0), counts, starts, strict=False)], dtype=np.int64)
+    pad, unpad = (None, None) if num_rows == queries * len(part) else _padding(rows, queries, device)
     return Segment(
-        phase=part[0][0].phase,
+        phase=part[0].phase,
         first=first,
         num_rows=num_rows,
         requests=len(part),
         queries=queries,
-        rows=np.stack((firsts, counts, starts), axis=1),
-        tables=_tables([span.pages for span, _ in part]),
+        rows=rows,
+        tables=_tables([span.pages for span in part]),
         pad=pad,
-        unpad=_tensor(real, device) if is_ragged else None,
-        views=_Views([slots for _, slots in part], positions, windows, device),
+        unpad=unpad,
+        views=_Views(part, rows, queries, page_size, windows, device),
     )
 
 
 def _tables(pages: Sequence[Sequence[int]]) -> np.ndarray:
     """[B, P] int32, each row padded with the request's own first page."""
-    tables = np.empty((len(pages), max(map(len, pages))), dtype=np.int32)
-    for row, own in zip(tables, pages, strict=True):
-        row[: len(own)], row[len(own) :] = own, own[0]
-    return tables
+    longest = max(map(len, pages))
+    return np.array([(*own, *[own[0]] * (longest - len(own))) for own in pages], dtype=np.int32)
+
+
+def _queries(rows: np.ndarray, queries: int) -> np.ndarray:
+    """[B, Q]: of each request the number of the row that is its query, padded with its last row."""
+    return np.minimum(np.arange(queries), rows[:, 1:2] - 1)
+
+
+def _padding(rows: np.ndarray, queries: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Segment.pad and unpad."""
+    is_row = np.arange(queries) < rows[:, 1:2]
+    pad = rows[:, :1] + _queries(rows, queries)
+    return _tensor(pad.reshape(-1), device), _tensor(np.flatnonzero(is_row), device)
 
 
 class _Views(Mapping[int | None, View]):
     """The views of a segment by window. Each is made when it is first read: not every backend gathers."""
 
     def __init__(
-        self, slots: Sequence[np.ndarray], positions: np.ndarray, windows: Collection[int | None], device: str
+        self,
+        part: Sequence[RowSpan],
+        rows: np.ndarray,
+        queries: int,
+        page_size: int,
+        windows: Collection[int | None],
+        device: str,
     ) -> None:
-        self._slots, self._positions, self._windows, self._device = slots, positions, windows, device
+        self._part, self._rows, self._queries = part, rows, queries
+        self._page_size, self._windows, self._device = page_size, windows, device
         self._made: dict[int | None, View] = {}
 
     def __getitem__(self, window: int | None) -> View:
         if window not in self._made:
             if window not in self._windows:
                 raise KeyError(window)
-            self._made[window] = _view(self._slots, self._positions, window, self._device)
+            positions = self._rows[:, 2:] + _queries(self._rows, self._queries)
+            slots = [_slots(span, self._page_size) for span in self._part]
+            self._made[window] = _view(slots, positions, window, self._device)
         return self._made[window]
 
     def __iter__(self) -> Iterator[int | None]:
@@ -177,6 +193,12 @@ class _Views(Mapping[int | None, View]):
 
     def __len__(self) -> int:
         return len(self._windows)
+
+
+def _slots(span: RowSpan, page_size: int) -> np.ndarray:
+    """Cache rows of the request's positions 0 .. end - 1."""
+    rows = np.asarray(span.pages, dtype=np.int64)[:, None] * page_size + np.arange(page_size)
+    return rows.reshape(-1)[: span.end]
 
 
 def _view(slots: Sequence[np.ndarray], positions: np.ndarray, window: int | None, device: str) -> View:

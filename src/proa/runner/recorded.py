@@ -12,7 +12,7 @@ from proa.cache.kv import LayerCache
 from proa.kernels.delta import NONE, StateSlots
 from proa.kernels.native.delta import batch_states
 from proa.kernels.native.ops import request_rows
-from proa.kernels.native.sink import Program
+from proa.kernels.native.sink import Program, lend
 from proa.kernels.seam import Segment
 from proa.layers.base import ForwardBatch
 from proa.layers.decoder import Decoder
@@ -25,12 +25,14 @@ class RecordedForward:
     """Records when more rows are asked for than ever before; the workspace then doubles.
 
     `gives_hidden`: every batch wants its rows after the final norm. They lie in the workspace, and are returned as a
-    copy.
+    copy. Logits are the caller's as long as it holds them; their memory then serves a later step, which finds its pages
+    mapped.
     """
 
     def __init__(self, model: Decoder, spec: DecoderSpec, kv: Sequence[LayerCache], *, gives_hidden: bool) -> None:
         self._model, self._kv, self._vocab, self._gives_hidden = model, kv, spec.vocab, gives_hidden
         self._normed: torch.Tensor | None = None
+        self._spare: list[np.ndarray] = []
         # Borrowed modules run their owner's kernels, which record nothing here, and no program reads hidden rows.
         is_out_of_reach = bool(spec.borrows) or spec.entry is not None
         self._program = None if is_out_of_reach else self._record(SMALLEST)
@@ -42,13 +44,13 @@ class RecordedForward:
 
     def __call__(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the model: logits [R, V] float32, and hidden rows [T, D] where they are given."""
-        rows = len(batch.token_ids)
+        rows = batch.token_ids.shape[0]
         if self._program is None or rows > self._program.capacity:
             self._program = self._record(max(SMALLEST, 1 << (rows - 1).bit_length()))
         if self._program is None:
             return self._model(batch, self._kv)
-        wanted = torch.arange(rows) if batch.logits_rows is None else batch.logits_rows
-        logits = torch.empty((len(wanted), self._vocab))
+        wanted = np.arange(rows) if batch.logits_rows is None else batch.logits_rows
+        logits = self._logits(wanted.shape[0])
         fields = {
             "token_ids": batch.token_ids,
             "positions": batch.positions,
@@ -62,6 +64,15 @@ class RecordedForward:
         self._program.run(rows, fields)
         self._model.kernels.count(self._program, {segment.phase for segment in batch.segments})
         return logits, None if self._normed is None else self._normed[:rows].clone()
+
+    def _logits(self, rows: int) -> torch.Tensor:
+        """Memory for them. What scores of a whole prompt take is not held on to."""
+        if rows > SMALLEST:
+            return torch.empty((rows, self._vocab))
+        while self._spare and len(self._spare[-1]) < rows:
+            self._spare.pop()
+        memory = self._spare.pop() if self._spare else torch.empty((rows, self._vocab)).numpy()
+        return lend(memory, rows, self._spare)
 
     def _record(self, capacity: int) -> Program | None:
         rows = torch.zeros(capacity, dtype=torch.int64)

@@ -70,7 +70,9 @@ class Runner:
         self.states = None if room is None else StateTables(room, state_dtype(plan), replay)
         self._gives_hidden = gives_hidden
         recorded = RecordedForward(model, spec, self._kv.layers, gives_hidden=gives_hidden)
-        self._forward = recorded if recorded.is_possible else partial(model, kv=self._kv.layers)
+        # A program runs none of torch's ops, and entering the mode costs as much as building a batch.
+        by_layers = torch.inference_mode()(partial(model, kv=self._kv.layers))
+        self._forward = recorded if recorded.is_possible else by_layers
 
     @property
     def kernels(self) -> KernelSet:
@@ -82,7 +84,6 @@ class Runner:
         """What a step's transaction holds of this runner."""
         return (self.tables,) if self.states is None else (self.tables, self.states)
 
-    @torch.inference_mode()
     def forward(self, spans: Sequence[RowSpan]) -> ForwardOutput:
         """Compute the rows of all spans, write their keys, values and states, return the logits that the spans want."""
         self._check_states(spans)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from proa.arch.blocks import SILU, ActivationSpec, QueryScale
-from proa.kernels.memory import empty
+from proa.kernels.memory import Room
 from proa.kernels.native.abi import CCache, CHeads, CLinear, COp, Form, Kind
 from proa.kernels.native.sink import Sink
 from proa.kernels.seam import Codes, HeadNorm, Heads, LayerKV, Packed, RopeRows, Segment
@@ -50,13 +50,17 @@ class NativeDense:
     def __init__(self, library: ctypes.CDLL, sink: Sink) -> None:
         self.library = library
         self.sink = sink
+        self._room = Room()
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         out, size = weight.shape
-        panels = empty((whole(out), size), weight.dtype)
+        panels = self._room.empty((whole(out), size), weight.dtype)
         form = FORMS[weight.dtype]
         self.library.proa_pack(form, weight.data_ptr(), out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, weight.dtype)
+
+    def unpacked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._room.empty(shape, dtype) if shape[0] % PANEL == 0 else torch.empty(shape, dtype=dtype)
 
     def pack_in_place(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         out, size = weight.shape
@@ -70,13 +74,13 @@ class NativeDense:
         out, row_bytes = blocks.shape
         size = row_bytes // format.storage.nbytes * format.storage.elements
         form = Form[format.name]
-        panels = empty((whole(out), self.library.proa_row_bytes(form, size)), torch.uint8)
+        panels = self._room.empty((whole(out), self.library.proa_row_bytes(form, size)), torch.uint8)
         self.library.proa_pack_blocks(form, blocks.data_ptr(), row_bytes, out, size, panels.data_ptr())
         return _packed(panels, bias, form, out, size, dtype)
 
     def pack_codes(self, weight: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> Packed:
         out, size = weight.codes.shape
-        panels = empty((whole(out), size), weight.codes.dtype)
+        panels = self._room.empty((whole(out), size), weight.codes.dtype)
         self.library.proa_pack(Form.F8, weight.codes.data_ptr(), out, size, panels.data_ptr())
         scales = weight.scales.detach().contiguous()
         return _packed(panels, bias, Form.F8, out, size, dtype, scales=scales, columns=weight.columns)

@@ -11,6 +11,7 @@ import ctypes
 import weakref
 from collections.abc import Mapping
 from math import prod
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,19 +53,27 @@ class Direct:
         self._lib.proa_run(dtype == torch.bfloat16, ctypes.byref(op), 1, ctypes.byref(fields))
 
 
+_COUNTS: Mapping[str, str] = MappingProxyType(
+    {"logits_rows": "num_logits", "requests": "num_requests", "states": "num_states"}
+)
+"""Fields of a C batch that come with a count of their entries."""
+
+
 def c_batch(rows: int, batch: Mapping[str, Any]) -> CBatch:
     """The C batch of these fields. What they point to must outlive its use."""
-    counts = {"logits_rows": "num_logits", "requests": "num_requests", "states": "num_states"}
-    fields = CBatch(rows=rows)
-    for name, value in batch.items():
-        setattr(fields, name, address(value))
-        if name in counts:
-            setattr(fields, counts[name], len(value))
-    return fields
+    counts = {_COUNTS[name]: value.shape[0] for name, value in batch.items() if name in _COUNTS}
+    return CBatch(rows=rows, **counts, **{name: address(value) for name, value in batch.items()})
 
 
 def address(value: torch.Tensor | np.ndarray) -> int:
     return value.data_ptr() if isinstance(value, torch.Tensor) else value.ctypes.data
+
+
+def lend(memory: np.ndarray, rows: int, back: list[np.ndarray]) -> torch.Tensor:
+    """The first `rows` rows of `memory`, which comes `back` when the tensor and everything made of it are gone."""
+    lease = memory[:rows]  # held by the tensor's storage, so also by every part of it
+    weakref.finalize(lease, back.append, memory)
+    return torch.from_numpy(lease)
 
 
 class Recorder:
@@ -77,15 +86,13 @@ class Recorder:
         self.keep: list[Any] = []
         self.is_bf16 = False
         self._selected = False
-        self._free: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._free: dict[tuple[int, ...], list[np.ndarray]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         spare = self._free.setdefault(shape + (dtype.itemsize,), [])
-        memory = spare.pop() if spare else torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        memory = spare.pop() if spare else torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8).numpy()
         self.keep.append(memory)
-        lease = memory.numpy()  # held by the storage of what is handed out, so also by every part of it
-        weakref.finalize(lease, spare.append, memory)
-        return torch.from_numpy(lease).view(dtype).view(shape)
+        return lend(memory, len(memory), spare).view(dtype).view(shape)
 
     def logits(self, rows: int, vocab: int) -> torch.Tensor:
         return torch.empty((rows, vocab), device="meta")

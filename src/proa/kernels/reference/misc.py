@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from proa.arch.blocks import SILU, ActivationSpec, QueryScale
+from proa.kernels.memory import empty
 from proa.kernels.reference.dequant import dequantize, values_of
 from proa.kernels.seam import Codes, Packed, RopeRows
 from proa.units import DType
@@ -44,6 +45,9 @@ class ReferenceDense:
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         return Packed(weight=weight, bias=bias, in_features=weight.shape[1], out_features=weight.shape[0])
+
+    def unpacked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return empty(shape, dtype)
 
     def pack_in_place(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         return self.pack(weight, bias)

@@ -29,13 +29,15 @@ struct Rows {  // the rows of one request in this forward
     const int32_t* table;
 };
 
-template <class T> static inline void write_key(T* group, int64_t position, int64_t d, T x) {
+// The `D` elements of one position's key, or value.
+template <class T> static inline void write_key(T* group, int64_t position, int64_t D, const T* x) {
     constexpr int U = Unit<T>::U;
-    group[(d / U * 16 + position % GROUP) * U + d % U] = x;
+    for (int64_t d = 0; d < D; d += U) std::memcpy(group + d * 16 + position % GROUP * U, x + d, U * sizeof(T));
 }
-template <class T> static inline void write_value(T* group, int64_t position, int64_t d, T x) {
+template <class T> static inline void write_value(T* group, int64_t position, int64_t D, const T* x) {
     constexpr int U = Unit<T>::U;
-    group[d / 16 * 256 + (position % GROUP / U * 16 + d % 16) * U + position % U] = x;
+    T* to = group + position % GROUP / U * 16 * U + position % U;
+    for (int64_t d = 0; d < D; d += 16) for (int64_t i = 0; i < 16; i++) to[d * 16 + i * U] = x[d + i];
 }
 
 // The first `count` positions of a value group, zeros behind them: rows that nobody has written yet may hold anything,

@@ -303,7 +303,7 @@ template <class T> static void delta(const Op& op, const Batch& batch) {
             }
         }
     }
-#pragma omp barrier
+    wait_for_all();
     mine = my_share(R * d.value_heads);
     for (int64_t r = 0, done = 0; r < batch.num_states; r++)
         for (int64_t head = 0; head < d.value_heads; head++, done += batch.states[r].count) {

@@ -218,7 +218,7 @@ template <class T> static void latent_attention(const Op& op, const Batch& batch
         std::memcpy(absorbed + i * ld + R, queries + i * Q + w.nope, w.rope * sizeof(T));
         std::memset(absorbed + i * ld + w.row(), 0, (ld - w.row()) * sizeof(T));
     }
-#pragma omp barrier
+    wait_for_all();
     const int64_t team = omp_get_num_threads(), rounds = (rows * H + team * ROWS - 1) / (team * ROWS);
     int64_t width = (rows * H + team * rounds - 1) / (team * rounds);
     while (op.e && H % width) width--;  // rows see different lists
@@ -229,7 +229,7 @@ template <class T> static void latent_attention(const Op& op, const Batch& batch
         for (int m = 0; m < M; m++) at[m] = list ? list[0] - 1 : one.start + (first + m) / H;
         attend_latent<T, M>(absorbed + (one.first * H + first) * ld, ld, at, w, one.table, list ? list + 1 : nullptr, float(op.f));
     });
-#pragma omp barrier
+    wait_for_all();
     const int64_t panels = (V + 15) / 16;
     share_heads(H, panels, [&](int64_t head, int64_t begin, int64_t end) {
         product<T>(rows, absorbed + head * ld, H * ld, (const T*)w.value + head * panels * 16 * R, R, begin, end,

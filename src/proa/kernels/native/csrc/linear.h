@@ -87,17 +87,29 @@ static inline void multiply(const Linear& w, int64_t rows, const T* x, int64_t l
     else product<T>(rows, x, ldx, (const T*)w.packed, w.in, p0, p1, finish);
 }
 
-// y = x W^T + b for x [rows, in], rows `ldx` apart. Every thread of the team calls it; `finish(row, first column, 16 sums)` may run on any.
-template <class T, class Finish>
-static inline void apply(const Linear& w, const T* x, int64_t ldx, int64_t rows, void* scratch, Finish finish) {
-    auto with_bias = [&](int64_t m, int64_t n, f32x16 v) { finish(m, n, w.bias ? v + load<f32x16>(w.bias + n) : v); };
-    const Range share = my_share(w.panels());
-    if (!is_quantised(w.form)) return multiply(w, rows, x, ldx, share.begin, share.end, with_bias);
+// What a map does with x [rows, in], rows `ldx` apart, before its panels can be applied: quantised ones round it.
+template <class T> static inline void prepare(const Linear& w, const T* x, int64_t ldx, int64_t rows, void* scratch) {
+    if (!is_quantised(w.form)) return;
     const QuantisedRows quantised(scratch, rows, w.in);
     const Range mine = my_share(rows);
     for (int64_t m = mine.begin; m < mine.end; m++) quantise_row(x + m * ldx, w.in, quantised[m]);
-#pragma omp barrier
+    wait_for_all();
+}
+
+// The outputs of panels `share` of y = x W^T + b, by the calling thread alone: `finish(row, first column, 16 sums)`.
+template <class T, class Finish>
+static inline void apply_panels(const Linear& w, const T* x, int64_t ldx, int64_t rows, void* scratch, Range share, Finish finish) {
+    auto with_bias = [&](int64_t m, int64_t n, f32x16 v) { finish(m, n, w.bias ? v + load<f32x16>(w.bias + n) : v); };
+    if (!is_quantised(w.form)) return multiply(w, rows, x, ldx, share.begin, share.end, with_bias);
+    const QuantisedRows quantised(scratch, rows, w.in);
     with_form(w.form, [&](auto form) { quant_product<decltype(form)>(w, quantised, 0, rows, share, with_bias); });
+}
+
+// y = x W^T + b. Every thread of the team calls it; `finish` may run on any.
+template <class T, class Finish>
+static inline void apply(const Linear& w, const T* x, int64_t ldx, int64_t rows, void* scratch, Finish finish) {
+    prepare(w, x, ldx, rows, scratch);
+    apply_panels(w, x, ldx, rows, scratch, my_share(w.panels()), finish);
 }
 
 // Row `n` of W as float32.

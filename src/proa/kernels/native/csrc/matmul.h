@@ -44,6 +44,7 @@ template <class T> static inline void pack_panel(const T* w, int64_t count, int6
 
 constexpr int ROWS = 6, PANELS = 4;  // the widest register tile: 24 accumulators, 4 weights, 1 value
 constexpr int FEW = 8;                  // rows of a step that verifies a proposal, or of a small batch
+constexpr int SINGLE = 4;               // from so many rows on one panel has accumulators enough to hide a product's latency
 constexpr int PREFETCH = 256;           // bytes ahead in each panel
 
 // acc[m][b] += x[m, 0:K] . panel[b]; panels need not be neighbours.
@@ -97,12 +98,14 @@ __attribute__((noinline)) static void sum_tiles(int64_t rows, const T* x, int64_
     });
 }
 
-// Rows [0, M) times panels [p0, p1) of packed W; `finish(row, column, f32x16)` gets every 16 outputs once.
+// Rows [0, M) times panels [p0, p1) of packed W; `finish(row, column, f32x16)` gets every 16 outputs once. Products of few
+// rows take as long as reading W does. One panel at a time is then best: a single stream, which prefetchers follow.
 template <class T, class Finish>
 static inline void product(int64_t M, const T* x, int64_t ldx, const T* packed, int64_t K, int64_t p0, int64_t p1, Finish finish) {
     f32x16 sums[FEW * PANELS];
+    const bool is_stream = SINGLE <= M && M <= FEW;
     for (int64_t p = p0, panels; p < p1; p += panels) {
-        panels = p1 - p < PANELS ? 1 : PANELS;
+        panels = is_stream || p1 - p < PANELS ? 1 : PANELS;
         for (int64_t m = 0, pass; m < M; m += pass) {
             pass = rows_at_once(M, m);
             sum_tiles(pass, x + m * ldx, ldx, packed + p * K * 16, K, panels, sums);

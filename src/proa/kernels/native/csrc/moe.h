@@ -125,7 +125,7 @@ template <class T> static void route(const Op& op, const Batch& batch) {
     const Range panels = my_share(r.linear.panels());
     product<T>(rows, x, D, (const T*)r.linear.packed, D, panels.begin, panels.end,
                [&](int64_t m, int64_t n, f32x16 v) { store(scores + m * 2 * padded + n, v); });
-#pragma omp barrier
+    wait_for_all();
     const Range mine = my_share(rows);
     for (int64_t m = mine.begin; m < mine.end; m++) {
         float *row = scores + m * 2 * padded, *weights = (float*)op.tmp + m * k;
@@ -204,7 +204,7 @@ template <class T> static void experts(const Op& op, int64_t rows) {
     T *gathered = (T*)op.tmp, *hidden = gathered + entries * D;
     int32_t *start = (int32_t*)op.scratch, *place = start + w.slots + 1;
     if (omp_get_thread_num() == 0) group((const int32_t*)op.c, entries, w.slots, start, place);
-#pragma omp barrier
+    wait_for_all();
     void* room = (char*)op.scratch + ((w.slots + 1 + entries) * sizeof(int32_t) + 63) / 64 * 64;
     const QuantisedRows inputs(room, entries, D), inner(room, entries, W);
     const Range own = my_share(entries);
@@ -212,7 +212,7 @@ template <class T> static void experts(const Op& op, int64_t rows) {
         if (is_quantised(w.gate_up.form)) quantise_row(x + i / k * D, D, inputs[place[i]]);
         else std::memcpy(gathered + place[i] * D, x + i / k * D, D * sizeof(T));
     }
-#pragma omp barrier
+    wait_for_all();
     share_slots(start, w.slots, W / 16, [&](int64_t first, int64_t count, int64_t slot, int64_t begin, int64_t end) {
         T* to = hidden + first * W;
         slot_product(w.gate_up, slot, gathered, inputs, first, count, 2 * begin, 2 * end, [&](int64_t m, int64_t n, f32x16 v) {
@@ -223,17 +223,17 @@ template <class T> static void experts(const Op& op, int64_t rows) {
             store16(at, activate(load16(at), load16(up), w.limit));
         });
     });
-#pragma omp barrier
+    wait_for_all();
     if (is_quantised(w.down.form)) {
         for (int64_t i = own.begin; i < own.end; i++) quantise_row(hidden + i * W, W, inner[i]);
-#pragma omp barrier
+        wait_for_all();
     }
     share_slots(start, w.slots, D / 16, [&](int64_t first, int64_t count, int64_t slot, int64_t begin, int64_t end) {
         T* to = gathered + first * D;
         slot_product(w.down, slot, hidden, inner, first, count, begin, end,
                      [&](int64_t m, int64_t n, f32x16 v) { store16(to + m * D + n, v); });
     });
-#pragma omp barrier
+    wait_for_all();
     const Range mine = my_share(rows);
     for (int64_t m = mine.begin; m < mine.end; m++) {
         const float entry = w.gate ? gate_of(x + m * D, (const T*)w.gate, D) : 1.f;

@@ -43,12 +43,13 @@ template <class X, class T> static inline void norm_row(const X* x, const float*
 // Rotates `size` elements from `x` to `y`: pairs lie in two halves, or are neighbours and come to lie in two halves.
 template <class X, class Y>
 static inline void rotate(const X* x, int64_t size, bool is_interleaved, const float* cos, const float* sin, Y* y) {
-    const int64_t half = size / 2, next = is_interleaved ? 1 : half, step = is_interleaved ? 2 : 1;
-    for (int64_t d = 0; d < half; d++) {
-        const float a = to_float(x[step * d]), b = to_float(x[step * d + next]);
+    const int64_t half = size / 2;
+    const auto turn = [&](int64_t d, float a, float b) {
         y[d] = from_float<Y>(a * cos[d] + b * sin[d]);
         y[d + half] = from_float<Y>(b * cos[d + half] + a * sin[d + half]);
-    }
+    };
+    if (is_interleaved) for (int64_t d = 0; d < half; d++) turn(d, to_float(x[2 * d]), to_float(x[2 * d + 1]));
+    else for (int64_t d = 0; d < half; d++) turn(d, to_float(x[d]), to_float(x[d + half]));
 }
 
 // f(std::integral_constant<int, M>, request, kv head, first query): the calling thread's part of attention, in tasks of M

@@ -37,20 +37,23 @@ template <class T, class Y> static void matmul(const Op& op, int64_t rows, Y* ou
 }
 
 // a x [rows, in], b gate and up, c down, f limit (simd.h: activate) -> out [rows, out]. tmp [rows, 2 * width]: gate and up, then
-// what became of them in the first half of each row.
+// what became of them in the first half of each row. A thread makes the same columns of gate and up, so only the product
+// waits for the others.
 template <class T> static void ffn(const Op& op, int64_t rows) {
     const Linear &gate_up = *(const Linear*)op.b, &down = *(const Linear*)op.c;
     const int64_t width = gate_up.out / 2, vectors = width / 16;
     T *hidden = (T*)op.tmp, *y = (T*)op.out;
-    apply<T>(gate_up, (const T*)op.a, gate_up.in, rows, op.scratch,
-             [&](int64_t m, int64_t n, f32x16 v) { store16(hidden + m * 2 * width + n, v); });
-#pragma omp barrier
-    const Range mine = my_share(rows * vectors);
-    for (int64_t i = mine.begin; i < mine.end; i++) {
-        T* gate = hidden + i / vectors * 2 * width + i % vectors * 16;
-        store16(gate, activate(load16(gate), load16(gate + width), float(op.f)));
-    }
-#pragma omp barrier
+    const auto keep = [&](int64_t m, int64_t n, f32x16 v) { store16(hidden + m * 2 * width + n, v); };
+    const Range mine = my_share(vectors);
+    prepare(gate_up, (const T*)op.a, gate_up.in, rows, op.scratch);
+    for (int64_t first : {int64_t(0), vectors})
+        apply_panels<T>(gate_up, (const T*)op.a, gate_up.in, rows, op.scratch, {first + mine.begin, first + mine.end}, keep);
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = mine.begin; i < mine.end; i++) {
+            T* gate = hidden + m * 2 * width + i * 16;
+            store16(gate, activate(load16(gate), load16(gate + width), float(op.f)));
+        }
+    wait_for_all();
     apply<T>(down, hidden, 2 * width, rows, op.scratch,
              [&](int64_t m, int64_t n, f32x16 v) { put(y + m * down.out, n, down.out, v); });
 }
@@ -133,9 +136,8 @@ template <class T> static void write(const Op& op, const Batch& batch) {
         const int64_t kv_head = (head - h.query) % h.key_value, offset = batch.slots[m] % cache.page_size;
         const int32_t page = int32_t(batch.slots[m] / cache.page_size);
         const int64_t group = cache.group(&page, kv_head, offset);
-        for (int64_t d = 0; d < h.size; d++)
-            if (is_value) write_value((T*)cache.values + group, offset, d, rounded[d]);
-            else write_key((T*)cache.keys + group, offset, d, rounded[d]);
+        if (is_value) write_value((T*)cache.values + group, offset, h.size, rounded);
+        else write_key((T*)cache.keys + group, offset, h.size, rounded);
     }
 }
 
@@ -208,13 +210,14 @@ template <class T> static void execute(const Op& op, const Batch& batch) {
     }
 }
 
-// One team for the whole list: between two ops there is a barrier, not the end and start of a parallel region.
+// One team for the whole list: between two ops its threads meet, which no end and start of a parallel region would match.
 template <class T> static void run(const Op* ops, int64_t count, const Batch& batch) {
-#pragma omp parallel
-    for (int64_t i = 0; i < count; i++) {
-        execute<T>(ops[i], batch);
-#pragma omp barrier
-    }
+    with_team([&] {
+        for (int64_t i = 0; i < count; i++) {
+            if (i > 0) wait_for_all();
+            execute<T>(ops[i], batch);
+        }
+    });
 }
 
 template <class T> static void pack(const T* w, int64_t out, int64_t in, T* packed) {

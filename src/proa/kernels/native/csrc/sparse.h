@@ -86,7 +86,7 @@ template <class T> static void index_rows(const Op& op, const Batch& batch) {
         std::memcpy(y + w.rope, x + w.rope, (w.size - w.rope) * sizeof(T));
         std::memset(y + w.size, 0, (P - w.size) * sizeof(T));
     }
-#pragma omp barrier
+    wait_for_all();
     const int64_t threads = omp_get_num_threads(), team = threads < w.buffers ? threads : w.buffers, me = omp_get_thread_num();
     const bool together = batch.rows < team;  // too few rows to give each thread some: they share each row's positions
     for (int step = together ? 0 : 1; step < 2; step++) {
@@ -112,9 +112,7 @@ template <class T> static void index_rows(const Op& op, const Batch& batch) {
                 if (!together) score(0, seen);
                 best_rows(scores, seen, w.top_k, scores + w.capacity, list);
             }
-        if (step == 0) {
-#pragma omp barrier
-        }
+        if (step == 0) wait_for_all();
     }
 }
 
