@@ -1,4 +1,4 @@
-"""Stand-ins for a C++ compiler: scripts that answer `--version`, keep a log, and write what a test wants."""
+"""Stand-ins for a C++ compiler: scripts that answer `--version`, log each library, and write what a test wants."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from proa.kernels.native.abi import COp, Kind
 
 SCRIPT = """#!/bin/sh
 if [ "$1" = --version ]; then echo "stand-in 1.0"; exit 0; fi
-echo compiled >> {log}
+objects=
+for word in "$@"; do [ "$word" = -c ] && objects=yes; done
 while [ "$1" != -o ]; do shift; done
 out=$2
+if [ "$objects" ]; then echo object > $out; exit 0; fi
+echo compiled >> {log}
 {body}
 """
 

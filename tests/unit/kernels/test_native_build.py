@@ -58,6 +58,15 @@ def test_a_compiler_that_fails_is_named_with_its_first_lines_and_leaves_nothing(
     assert [path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()] == [".lock"]
 
 
+def test_a_source_that_does_not_compile_is_an_error_when_all_its_parts_have_ended(tmp_path: Path) -> None:
+    compiler = StandIn(tmp_path / "bin", "echo library > $out")
+    compiler.path.write_text(compiler.path.read_text().replace("echo object > $out; exit 0", "echo no >&2; exit 1"))
+    with pytest.raises(KernelUnavailable, match="could not compile the CPU kernels"):
+        build(tmp_path / "cache", str(compiler.path), ISA, silent)
+    assert compiler.compilations == 0
+    assert [path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()] == [".lock"]
+
+
 def test_two_processes_that_start_at_once_compile_once(tmp_path: Path) -> None:
     compiler = StandIn(tmp_path / "bin", "sleep 1; echo library > $out")
     command = [sys.executable, "-c", ONE_BUILD, str(tmp_path), str(compiler.path)]

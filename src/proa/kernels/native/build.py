@@ -1,6 +1,6 @@
 """Compiles the CPU kernels for this machine, once, into a directory that it is given. Owns no choice of kernels.
 
-The library is a plain C interface without torch or Python headers, so one compiler call makes it. Its file name holds a
+The library is a plain C interface without torch or Python headers, so a compiler alone makes it. Its file name holds a
 digest of sources, compiler and flags: another source, compiler or processor never meets a stale file.
 """
 
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from proa.errors import KernelUnavailable
 
 SOURCES = Path(__file__).parent / "csrc"
 # Contraction of a * b + c to one rounding is allowed: it is the same in every tile, so rows stay reproducible.
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-ffp-contract=fast", "-w")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-w")
+PARTS = (("float32", ()), ("bfloat16", ("-DPROA_BF16",)))  # of proa.cpp, compiled side by side
 
 
 def flags_for(isa: tuple[str, ...]) -> tuple[str, ...]:
@@ -53,19 +53,27 @@ def build(cache: Path, compiler: str, isa: tuple[str, ...], note: Callable[[str]
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
-    made = Path(name)
-    try:
-        command = [compiler, *flags, "-o", str(made), str(SOURCES / "proa.cpp")]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            lines = tuple(result.stderr.splitlines()[:5])
-            raise KernelUnavailable("kernels/build", f"{compiler} could not compile the CPU kernels", facts=lines)
+    with TemporaryDirectory(dir=path.parent) as folder:
+        made, source = Path(folder) / path.name, str(SOURCES / "proa.cpp")
+        objects = [str(made.with_name(f"{name}.o")) for name, _ in PARTS]
+        parts = zip(PARTS, objects, strict=True)
+        _run(compiler, [[*flags, *defines, "-c", source, "-o", to] for (_, defines), to in parts])
+        _run(compiler, [[*flags, "-shared", *objects, "-o", str(made)]])
         made.chmod(0o755)
         made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)
+
+
+def _run(compiler: str, commands: Sequence[Sequence[str]]) -> None:
+    """All at once. Raises KernelUnavailable with the first lines of one that failed, when none runs any more."""
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    started = [
+        subprocess.Popen([compiler, *words], stdin=none, stdout=none, stderr=pipe, text=True) for words in commands
+    ]
+    errors = [process.communicate()[1] for process in started]
+    for process, said in zip(started, errors, strict=True):
+        if process.returncode != 0:
+            lines = tuple(said.splitlines()[:5])
+            raise KernelUnavailable("kernels/build", f"{compiler} could not compile the CPU kernels", facts=lines)
 
 
 def _version(compiler: str) -> str:

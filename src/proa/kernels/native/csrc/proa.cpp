@@ -243,6 +243,14 @@ template <class F> static void pack_blocks(const uint8_t* stored, int64_t row_by
     }
 }
 
+// This file is compiled twice at the same time (native/build.py), because most of the work is in the two types of run().
+#if defined(PROA_BF16)
+void run_bf16(const Op* ops, int64_t count, const Batch& batch) { run<bf16>(ops, count, batch); }
+
+}  // namespace proa
+#else
+void run_bf16(const Op* ops, int64_t count, const Batch& batch);
+
 }  // namespace proa
 
 using namespace proa;
@@ -286,8 +294,9 @@ void proa_pack_block_slots(int64_t form, const void* stored, int64_t row_bytes, 
 }
 
 void proa_run(int64_t is_bf16, const Op* ops, int64_t count, const Batch* batch) {
-    if (is_bf16) run<bf16>(ops, count, *batch);
+    if (is_bf16) run_bf16(ops, count, *batch);
     else run<float>(ops, count, *batch);
 }
 
 }  // extern "C"
+#endif
