@@ -3,7 +3,13 @@
 #include <atomic>
 #include <cstdint>
 #include <omp.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
 #include <sched.h>
+#endif
 
 namespace proa {
 
@@ -16,26 +22,44 @@ static inline Range my_share(int64_t n) {
 }
 
 // Where the threads of one team wait for each other. OpenMP's own barrier makes a system call each time, which costs more
-// than most of the small ops of a step of one row; this one is two cache lines. Who waits long gives its core away.
+// than most small ops of a step of one row. Here one is made only where somebody sleeps: who has waited long does, because
+// on a busy machine the thread that it waits for may need its core.
 class Meeting {
-    static constexpr int PATIENCE = 4096;  // pauses, some 50 microseconds
+    static constexpr int PATIENCE = 1000;  // pauses, some 15 microseconds
     alignas(64) std::atomic<int64_t> arrived{0};
-    alignas(64) std::atomic<int64_t> round{0};
+    alignas(64) std::atomic<uint32_t> round{0};
+    std::atomic<uint32_t> sleepers{0};
+
+    void sleep(uint32_t now) {
+#if defined(__linux__)
+        sleepers.fetch_add(1);
+        while (round.load() == now) syscall(SYS_futex, &round, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0);
+        sleepers.fetch_sub(1);
+#else
+        while (round.load() == now) sched_yield();
+#endif
+    }
+    void wake() {
+#if defined(__linux__)
+        if (sleepers.load()) syscall(SYS_futex, &round, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+    }
 
 public:
     void wait() {
-        const int64_t team = omp_get_num_threads(), now = round.load(std::memory_order_relaxed);
-        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == team) {
-            arrived.store(0, std::memory_order_relaxed);
-            round.store(now + 1, std::memory_order_release);
-            return;
+        const uint32_t now = round.load();
+        if (arrived.fetch_add(1) + 1 == omp_get_num_threads()) {
+            arrived.store(0);
+            round.store(now + 1);
+            return wake();
         }
-        for (int spins = 0; round.load(std::memory_order_acquire) == now; spins++) {
-            if (spins >= PATIENCE) sched_yield();
+        for (int spins = 0; spins < PATIENCE; spins++) {
+            if (round.load(std::memory_order_acquire) != now) return;
 #if defined(__x86_64__)
-            else __builtin_ia32_pause();
+            __builtin_ia32_pause();
 #endif
         }
+        sleep(now);
     }
 };
 
