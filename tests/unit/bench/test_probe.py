@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks.probe import Probe
+from proa.bench.probe import Probe
 
 MIB = 1 << 20
 
