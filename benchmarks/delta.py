@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 from pairing import Pair, as_json, collect, measure_pair
-from probe import Probe
 from record import RESULTS, save
 
 from proa.arch.blocks import NormSpec
 from proa.arch.delta_blocks import Decay, DeltaSpec, OutputGate
+from proa.bench.probe import Probe
 from proa.env import read_environment
 from proa.kernels.caps import read_caps
 from proa.kernels.delta import DeltaRows, DeltaState, DeltaWeights, StateSlots
