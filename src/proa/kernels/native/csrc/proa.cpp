@@ -212,7 +212,8 @@ template <class T> static void execute(const Op& op, const Batch& batch) {
 
 // One team for the whole list: between two ops its threads meet, which no end and start of a parallel region would match.
 template <class T> static void run(const Op* ops, int64_t count, const Batch& batch) {
-    with_team([&] {
+    const bool is_for_one = ops->kind == SAMPLE && batch.rows == 1;  // done before the others are awake
+    with_team(is_for_one, [&] {
         for (int64_t i = 0; i < count; i++) {
             if (i > 0) wait_for_all();
             execute<T>(ops[i], batch);

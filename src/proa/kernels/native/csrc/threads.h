@@ -67,10 +67,10 @@ static thread_local Meeting* meeting = nullptr;  // of the team that this thread
 
 static inline void wait_for_all() { meeting->wait(); }
 
-// f() on every thread of a team, which may wait for each other.
-template <class F> static inline void with_team(F f) {
+// f() on every thread of a team, which may wait for each other; on the caller alone if `is_for_one`.
+template <class F> static inline void with_team(bool is_for_one, F f) {
     Meeting own;
-#pragma omp parallel
+#pragma omp parallel if (!is_for_one)
     {
         meeting = &own;
         f();
