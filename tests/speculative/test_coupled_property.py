@@ -131,7 +131,7 @@ def test_penalties_that_do_not_see_the_proposal_are_noticed(monkeypatch: pytest.
     def blind(rows, index: int) -> SamplingRow:
         return SamplingRow(state=rows.request.sampling, output=list(rows.request.output))
 
-    monkeypatch.setattr(verify._Rows, "key", blind)
+    monkeypatch.setattr(verify._Rows, "row", blind)
     params = SamplingParams(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, max_tokens=None)
     with pytest.raises(AssertionError):
         for seed, steps in FIXED:
