@@ -10,7 +10,8 @@ import torch
 
 from proa.arch.layout import ParameterInfo
 from proa.dist.mesh import SINGLE
-from proa.kernels.bind import KernelNames, bind
+from proa.kernels.bind import bind
+from proa.kernels.kernel_set import KernelNames
 from proa.layers.base import BuildContext, Layer
 from proa.plan.runner_plan import RunnerPlan
 from proa.units import DType, Phase

@@ -26,7 +26,7 @@ MAX_BYTES = 64 * 2**20
 
 
 class DeltaKernels(Protocol):
-    """All that measuring needs of a runner's kernels (kernels/bind.py: KernelSet)."""
+    """All that measuring needs of a runner's kernels (kernels/kernel_set.py)."""
 
     def delta(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from proa.arch.blocks import AttentionSpec, RopeSpec
-from proa.kernels.bind import KernelSet
+from proa.kernels.kernel_set import KernelSet
 from proa.kernels.latent_seam import Chosen
 from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
 from proa.layers.base import BuildContext, ForwardBatch, Layer, Weight

@@ -17,8 +17,8 @@ from proa.arch.blocks import MLASpec
 from proa.arch.decoder import DecoderSpec
 from proa.arch.layout import ParameterInfo
 from proa.dist.mesh import Mesh
-from proa.kernels.bind import KernelNames, KernelSet
 from proa.kernels.delta import StateSlots
+from proa.kernels.kernel_set import KernelNames, KernelSet
 from proa.kernels.memory import empty
 from proa.kernels.seam import Segment
 from proa.plan.runner_plan import PhasePlan, RunnerPlan

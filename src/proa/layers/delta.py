@@ -9,8 +9,8 @@ import torch
 
 from proa.arch.blocks import RopeSpec
 from proa.arch.delta_blocks import DeltaSpec
-from proa.kernels.bind import KernelSet
 from proa.kernels.delta import DeltaRows, DeltaState, DeltaWeights, StateSlots
+from proa.kernels.kernel_set import KernelSet
 from proa.kernels.latent_seam import Chosen
 from proa.kernels.seam import RopeRows, Segment
 from proa.layers.base import BuildContext, ForwardBatch, Layer, Weight

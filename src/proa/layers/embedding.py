@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from proa.kernels.bind import KernelSet
+from proa.kernels.kernel_set import KernelSet
 from proa.kernels.seam import Packed
 from proa.layers.base import BuildContext, Layer
 from proa.layers.linear import ColumnLinear, given_up, packed

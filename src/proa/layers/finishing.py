@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from proa.kernels.bind import KernelSet
+from proa.kernels.kernel_set import KernelSet
 from proa.layers.base import Layer
 
 

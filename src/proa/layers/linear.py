@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from proa.kernels.bind import KernelSet
+from proa.kernels.kernel_set import KernelSet
 from proa.kernels.seam import Codes, Packed
 from proa.layers.base import BuildContext, Layer
 from proa.units import DType

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from proa.arch.blocks import IndexerSpec, MLASpec, RopeSpec
-from proa.kernels.bind import KernelSet
+from proa.kernels.kernel_set import KernelSet
 from proa.kernels.latent_seam import Absorbed, Chosen, IndexNorm, LatentKV, LatentShape
 from proa.kernels.seam import RopeRows
 from proa.layers.base import BuildContext, ForwardBatch, Layer, Weight

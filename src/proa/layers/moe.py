@@ -9,7 +9,7 @@ import torch
 
 from proa.arch.blocks import MoESpec, RouterSpec
 from proa.arch.layout import MoELayout, ScaleOn, SharedWeight
-from proa.kernels.bind import KernelSet
+from proa.kernels.kernel_set import KernelSet
 from proa.kernels.seam import Blocks, Codes, PackedExperts, PackedRouter
 from proa.layers.base import BuildContext, Layer, Weight
 from proa.layers.ffn import FFN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from proa.arch.blocks import NormSpec
-from proa.kernels.bind import KernelSet
+from proa.kernels.kernel_set import KernelSet
 from proa.layers.base import BuildContext, Layer
 
 

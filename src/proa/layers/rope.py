@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from proa.arch.blocks import RopeKind, RopeSpec, YarnSpec
-from proa.kernels.bind import KernelSet
+from proa.kernels.kernel_set import KernelSet
 from proa.kernels.seam import RopeRows
 from proa.layers.base import BuildContext, Layer
 

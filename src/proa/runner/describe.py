@@ -12,7 +12,7 @@ from proa.arch.delta_blocks import DeltaSpec
 from proa.arch.layout import ParameterInfo
 from proa.cache.kv import KVCache
 from proa.cache.state_values import StateRoom
-from proa.kernels.bind import KernelNames
+from proa.kernels.kernel_set import KernelNames
 from proa.layers.base import kernel_names, state_dtype, torch_dtype
 from proa.layers.decoder import Decoder
 from proa.layers.embedding import TiedHead

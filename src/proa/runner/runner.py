@@ -17,8 +17,8 @@ from proa.cache.state import StateTables
 from proa.cache.state_values import Replay, StateRoom
 from proa.cache.tables import BlockTables
 from proa.cache.transaction import Participant
-from proa.kernels.bind import KernelSet
 from proa.kernels.delta import NONE, StateSlots
+from proa.kernels.kernel_set import KernelSet
 from proa.layers.base import state_dtype, torch_dtype
 from proa.layers.decoder import Decoder
 from proa.loading.ledger import LoadLedger

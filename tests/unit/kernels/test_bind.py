@@ -12,8 +12,9 @@ import torch
 
 from proa.arch.delta_blocks import DeltaSpec
 from proa.errors import KernelUnavailable
-from proa.kernels.bind import KernelNames, bind
+from proa.kernels.bind import bind
 from proa.kernels.delta import DeltaState, DeltaWeights, StateSlots
+from proa.kernels.kernel_set import KernelNames
 from proa.kernels.plugins import KernelPlugin
 from proa.units import Phase
 

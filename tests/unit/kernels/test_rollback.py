@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from proa.arch.delta_blocks import DeltaSpec
-from proa.kernels.bind import KernelNames, bind
+from proa.kernels.bind import bind
 from proa.kernels.delta import NONE, DeltaRows, StateSlots
+from proa.kernels.kernel_set import KernelNames
 from proa.kernels.rollback import RollbackCase, RollbackCosts, add_rollbacks, read_rollbacks, rollback_path
 from proa.kernels.seam import Segment
 from proa.kernels.time_rollback import BUDGET, MAX_BYTES, measure_rollback

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from proa.kernels.bind import KernelSet
+from proa.kernels.kernel_set import KernelSet
 from proa.layers.base import Layer
 from proa.layers.decoder import Decoder
 from proa.layers.finishing import Finishing

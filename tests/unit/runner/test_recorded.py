@@ -11,7 +11,8 @@ import torch
 
 from proa.arch.decoder import Borrow
 from proa.cache.kv import KVCache
-from proa.kernels.bind import KernelNames, bind
+from proa.kernels.bind import bind
+from proa.kernels.kernel_set import KernelNames
 from proa.loading.build import build
 from proa.loading.progress import Silent
 from proa.runner.recorded import RecordedForward
