@@ -35,7 +35,7 @@ from proa.kernels.memory import empty
 from proa.kernels.native.abi import load_library
 from proa.kernels.native.delta import NativeDelta, state_rows
 from proa.kernels.native.sink import Program, Recorder
-from proa.kernels.probe import probe
+from proa.kernels.probing.probe import probe
 from proa.kernels.reference.delta import Operands, TorchDelta, matmul_step, prepare
 from proa.kernels.seam import Segment
 from proa.units import Phase

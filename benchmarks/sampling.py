@@ -20,7 +20,7 @@ from record import RESULTS, save
 from proa.env import read_environment
 from proa.kernels import backends
 from proa.kernels.caps import read_caps
-from proa.kernels.probe import probe
+from proa.kernels.probing.probe import probe
 from proa.kernels.seam import Draw, SampleOps
 
 KINDS: Mapping[str, Draw] = MappingProxyType(

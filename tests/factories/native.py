@@ -13,7 +13,7 @@ from typing import Any
 from proa.env import TEST_ISA, read_environment
 from proa.kernels.caps import read_caps
 from proa.kernels.kernel_info import has_native_vectors
-from proa.kernels.probe import Probed, probe
+from proa.kernels.probing.probe import Probed, probe
 from proa.kernels.verdicts import PASSED
 from proa.loading.build import build
 from proa.loading.progress import Silent

@@ -18,7 +18,7 @@ import torch
 from proa.arch.delta_blocks import DeltaSpec
 from proa.kernels import backends
 from proa.kernels.delta import NONE, DeltaOps, StateSlots
-from proa.kernels.probe_device import verdict
+from proa.kernels.probing.device import verdict
 from proa.kernels.reference.delta import ReferenceDelta, TorchDelta
 from proa.units import DType, Phase
 from tests.factories.delta_requests import SLOTS, two_requests

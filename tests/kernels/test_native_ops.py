@@ -15,7 +15,7 @@ import torch
 from proa.kernels.native.abi import load_library
 from proa.kernels.native.ops import NativeAttention, NativeDense
 from proa.kernels.native.sink import Direct, Recorder
-from proa.kernels.probe import self_test
+from proa.kernels.probing.probe import self_test
 from proa.kernels.reference.misc import ReferenceDense
 from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
 from proa.kernels.verdicts import PARTS, PASSED

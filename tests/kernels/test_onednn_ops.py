@@ -12,7 +12,7 @@ import torch
 from proa.kernels.caps import read_caps
 from proa.kernels.catalog import CATALOG, has_onednn_bf16
 from proa.kernels.onednn import OnednnDense
-from proa.kernels.probe import self_test_onednn
+from proa.kernels.probing.probe import self_test_onednn
 from proa.kernels.reference.misc import ReferenceDense
 from proa.kernels.verdicts import PASSED
 from proa.runner.describe import promised

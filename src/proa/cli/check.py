@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> int:
     from proa.cli.loading import open_llm
     from proa.evals.health import health
-    from proa.kernels.probe import retest
+    from proa.kernels.probing.probe import retest
 
     with open_llm(with_proposals(config), out, is_cold=True) as llm:
         verdicts = retest(read_caps("cpu"), read_environment().cache_dir)

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, config: EngineConfig | None, out: Output) -> i
     caps, cache = read_caps(), environment.cache_dir
     if args.build:
         # By name: nothing else here may bring in torch.
-        caps = import_module("proa.kernels.probe").probe(caps, cache, out.note, again=True).caps
+        caps = import_module("proa.kernels.probing.probe").probe(caps, cache, out.note, again=True).caps
     caps = with_verdicts(caps, cache)
     kernels, threads = kernel_verdicts(caps, read_plugins(out.note)), thread_facts(environment)
     lost = [*losses(kernels), *lost_formats(caps, kernels)] if caps.device == "cpu" else []

@@ -24,7 +24,7 @@ from proa.engine.template import ChatTemplate
 from proa.engine.tokenizer import Tokenizer
 from proa.errors import CheckpointError
 from proa.kernels.cost import CostTable
-from proa.kernels.probe import Probed, probe
+from proa.kernels.probing.probe import Probed, probe
 from proa.loading.build import BuiltModel, build
 from proa.loading.ledger import ledger_document
 from proa.loading.progress import Progress, Silent

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from proa.kernels.bind import bind
 from proa.kernels.cost import CostTable, write_costs
+from proa.kernels.probing.rollback import measure_rollback
 from proa.kernels.rollback import add_rollbacks, rollback_path
-from proa.kernels.time_rollback import measure_rollback
 from proa.layers.base import kernel_names, torch_dtype
 from proa.plan.costs import cost_paths, known_costs, open_rollbacks
 from proa.plan.planned import Resolved

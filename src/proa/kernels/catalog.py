@@ -211,7 +211,7 @@ CATALOG = (
             backend=backend,
             requires=requires,
             needs=needs,
-            exact=backend == NATIVE or op == SAMPLE,
+            exact=backend == NATIVE or (op, backend) == (SAMPLE, REFERENCE),
             rank=rank,
             has_slots=op == MOE and backend in (NATIVE, REFERENCE),
             scale_on=ScaleOn.OUTPUT if op == MOE and backend in SCALES_SUM else ScaleOn.WEIGHTS,

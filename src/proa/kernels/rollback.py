@@ -1,6 +1,6 @@
 """What undoing a proposal costs in linear attention: a measured value per case, and the file of them. No torch.
 
-Measured, hence beside the plan and never in its digest. Owns no clock: kernels/time_rollback.py measures.
+Measured, hence beside the plan and never in its digest. Owns no clock: kernels/probing/rollback.py measures.
 """
 
 from __future__ import annotations

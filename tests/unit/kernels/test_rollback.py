@@ -14,9 +14,9 @@ from proa.arch.delta_blocks import DeltaSpec
 from proa.kernels.bind import bind
 from proa.kernels.delta import NONE, DeltaRows, StateSlots
 from proa.kernels.kernel_set import KernelNames
+from proa.kernels.probing.rollback import BUDGET, MAX_BYTES, measure_rollback
 from proa.kernels.rollback import RollbackCase, RollbackCosts, add_rollbacks, read_rollbacks, rollback_path
 from proa.kernels.seam import Segment
-from proa.kernels.time_rollback import BUDGET, MAX_BYTES, measure_rollback
 from proa.units import DType, Phase
 from tests.factories.deltas import spec
 
@@ -177,7 +177,12 @@ def test_slow_kernels_get_one_round_and_no_more() -> None:
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_real_kernels_take_what_they_are_given(kind: str, backend: str, is_draft: bool) -> None:
     names = KernelNames(
-        matmul="reference", attention={}, is_latent=False, delta=dict.fromkeys(Phase, backend), moe=None
+        matmul="reference",
+        attention={},
+        is_latent=False,
+        delta=dict.fromkeys(Phase, backend),
+        moe=None,
+        sampling="reference",
     )
     costs = measure_rollback(case_of(spec(kind), draft_tokens=2, is_draft=is_draft), bind(names, None), F32)
     assert costs.replay > 0 and costs.states > 0

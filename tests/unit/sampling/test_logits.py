@@ -26,7 +26,8 @@ tokens = st.lists(st.integers(0, V - 1), max_size=6)
 def sampling_rows(draw: st.DrawFn) -> SamplingRow:
     params = SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.5, 0.8, 1.0, 2.0])),
-        repetition_penalty=draw(st.sampled_from([0.75, 1.0, 1.0, 1.25, 2.0])),
+        # Powers of two: no product is rounded, so what ties in float32 ties in the slow definition too.
+        repetition_penalty=draw(st.sampled_from([0.5, 1.0, 1.0, 2.0, 4.0])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.25, -0.5])),
         presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.75, -1.0])),
         logit_bias=draw(st.dictionaries(st.integers(0, V - 1), quarters, max_size=3)),

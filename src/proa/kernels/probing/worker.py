@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from proa.kernels.probe import self_test
+from proa.kernels.probing.probe import self_test
 
 
 def main(arguments: Sequence[str]) -> None:

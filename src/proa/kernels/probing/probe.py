@@ -17,7 +17,6 @@ import torch
 
 from proa.arch.blocks import SILU, ActivationSpec, QueryScale
 from proa.errors import KernelUnavailable
-from proa.kernels.apart import judge_apart
 from proa.kernels.caps import UNTESTED, DeviceCaps
 from proa.kernels.catalog import BLOCK_FORMATS, ONEDNN, has_onednn_bf16
 from proa.kernels.delta_catalog import FLASHINFER, limits_of
@@ -27,10 +26,11 @@ from proa.kernels.native.build import build, library_path
 from proa.kernels.native.ops import NativeAttention, NativeDense
 from proa.kernels.native.sink import Direct
 from proa.kernels.onednn import OnednnDense
-from proa.kernels.probe_codes import fp8_results
-from proa.kernels.probe_delta import delta_results
-from proa.kernels.probe_experts import latent_results, moe_results, one_prompt
-from proa.kernels.probe_sample import sample_results
+from proa.kernels.probing.apart import judge_apart
+from proa.kernels.probing.codes import fp8_results
+from proa.kernels.probing.delta import delta_results
+from proa.kernels.probing.experts import latent_results, moe_results, one_prompt
+from proa.kernels.probing.sample import sample_results
 from proa.kernels.reference.attention import ReferenceAttention
 from proa.kernels.reference.misc import ReferenceDense
 from proa.kernels.seam import HeadNorm, Heads, LayerKV, RopeRows
@@ -52,7 +52,7 @@ from proa.units import DType
 # that led there were rounded too.
 TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-5, torch.bfloat16: 2e-2})
 
-DEVICE_WORKER, DEVICE_SECONDS = "proa.kernels.probe_device", 900.0  # FlashInfer and Triton compile what they run
+DEVICE_WORKER, DEVICE_SECONDS = "proa.kernels.probing.device", 900.0  # FlashInfer and Triton compile what they run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

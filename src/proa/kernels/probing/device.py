@@ -11,8 +11,8 @@ import torch
 from proa.arch.delta_blocks import Decay
 from proa.kernels import backends
 from proa.kernels.delta_catalog import TRITON
-from proa.kernels.probe import judge
-from proa.kernels.probe_delta import device_results
+from proa.kernels.probing.delta import device_results
+from proa.kernels.probing.probe import judge
 from proa.units import DType
 
 

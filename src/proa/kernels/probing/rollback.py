@@ -14,7 +14,7 @@ import torch
 
 from proa.arch.delta_blocks import DeltaSpec
 from proa.kernels.delta import NONE, DeltaRows, DeltaState, DeltaWeights, StateSlots
-from proa.kernels.probe_delta import one_request, random_weights
+from proa.kernels.probing.delta import one_request, random_weights
 from proa.kernels.rollback import RollbackCase, RollbackCosts
 from proa.kernels.seam import Segment
 from proa.units import Phase, Rollback

@@ -1,7 +1,7 @@
 """Runs self-tests in a process of their own: a kernel that crashes or hangs there costs a verdict, nothing else.
 
-Owns the process and what is made of its end. The tests are probe.py's, called by probe_worker.py and
-probe_device.py. No torch here.
+Owns the process and what is made of its end. The tests are probe.py's, called by worker.py and
+device.py. No torch here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from signal import Signals
 from proa.kernels.verdicts import FAILED
 
 SECONDS = 300.0  # an unhurried host takes three; whatever waits that long will not come to an end
-LIBRARY_WORKER = "proa.kernels.probe_worker"
+LIBRARY_WORKER = "proa.kernels.probing.worker"
 # The path is handed over: what this process imports, also from a directory that only it knows, the other finds too.
 _START = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "

@@ -1,4 +1,4 @@
-"""Self-test of linear attention: two backends' results on small random values, for probe.py and probe_device.py."""
+"""Self-test of linear attention: two backends' results on small random values, for probe.py and device.py."""
 
 from __future__ import annotations
 
