@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from proa.errors import KernelUnavailable
-from proa.kernels import probe as module
 from proa.kernels.caps import DeviceCaps, read_caps
 from proa.kernels.native import abi
 from proa.kernels.native.abi import Kind
 from proa.kernels.native.build import library_path
 from proa.kernels.onednn import OnednnDense
+from proa.kernels.probing import probe as module
 from proa.kernels.probing.apart import judge_apart
 from proa.kernels.probing.probe import probe, retest, self_test_device, self_test_onednn
 from proa.kernels.verdicts import (
