@@ -44,18 +44,19 @@ template <class T> static inline void pack_panel(const T* w, int64_t count, int6
 
 constexpr int ROWS = 6, PANELS = 4;  // the widest register tile: 24 accumulators, 4 weights, 1 value
 constexpr int FEW = 8;                  // rows of a step that verifies a proposal, or of a small batch
-constexpr int SINGLE = 4;               // from so many rows on one panel has accumulators enough to hide a product's latency
-constexpr int PREFETCH = 256;           // bytes ahead in each panel
+constexpr int PREFETCH = 256;           // bytes ahead in each of several panels
+constexpr int STREAM = 4096;            // bytes ahead in one, whose end is the beginning of the next
 
 // acc[m][b] += x[m, 0:K] . panel[b]; panels need not be neighbours.
 template <class T, int M, int NB>
 static inline void tile(const T* x, int64_t ldx, const T* const (&panel)[NB], int64_t K, f32x16 (&acc)[M][NB]) {
     using D = Unit<T>;
+    constexpr int ahead = (NB == 1 ? STREAM : PREFETCH) / sizeof(T);
     for (int64_t k = 0; k < K; k += D::U) {
         typename D::Weight w[NB];
         for (int b = 0; b < NB; b++) {
             const T* at = panel[b] + k * 16;
-            __builtin_prefetch(at + PREFETCH / sizeof(T), 0, 3);
+            __builtin_prefetch(at + ahead, 0, 3);
             w[b] = load<typename D::Weight>(at);
         }
         for (int m = 0; m < M; m++) {
@@ -103,7 +104,7 @@ __attribute__((noinline)) static void sum_tiles(int64_t rows, const T* x, int64_
 template <class T, class Finish>
 static inline void product(int64_t M, const T* x, int64_t ldx, const T* packed, int64_t K, int64_t p0, int64_t p1, Finish finish) {
     f32x16 sums[FEW * PANELS];
-    const bool is_stream = SINGLE <= M && M <= FEW;
+    const bool is_stream = M <= FEW;
     for (int64_t p = p0, panels; p < p1; p += panels) {
         panels = is_stream || p1 - p < PANELS ? 1 : PANELS;
         for (int64_t m = 0, pass; m < M; m += pass) {

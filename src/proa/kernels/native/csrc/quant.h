@@ -83,7 +83,7 @@ __attribute__((noinline)) static void quant_tile(const Quantised* q, const uint8
     constexpr int STEPS = F::BITS / F::GROUPS;  // loads of one group
     for (int64_t k = 0; k < blocks; k++) {
         const uint8_t* at = panel + k * F::SIZE;
-        for (int line = 0; line < F::SIZE; line += 64) __builtin_prefetch(at + 2048 + line, 0, 3);
+        for (int line = 0; line < F::SIZE; line += 64) __builtin_prefetch(at + 4096 + line, 0, 3);
         const auto* factors = (const typename F::Factor*)(at + F::BYTES);
         for (int g = 0; g < F::GROUPS; g++) {
             i32x16 dot[M] = {};
