@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,9 +58,8 @@ class NgramDrafter:
         ends, length = _longest_matches(history, self._max_match)
         if not ends.size or length < self._min_match:
             return (), 1
-        start = _best_start(history, ends + 1)
-        period = history.size - start
-        return tuple(int(history[start + index % period]) for index in range(limit)), length
+        copied = history[_best_start(history, (ends + 1).tolist()) :][:limit].tolist()
+        return tuple((copied * -(-limit // len(copied)))[:limit]), length
 
 
 class _History:
@@ -91,9 +91,11 @@ def _longest_matches(history: Tokens, max_match: int) -> tuple[Tokens, int]:
     return ends, length
 
 
-def _best_start(history: Tokens, starts: Tokens) -> int:
+def _best_start(history: Tokens, starts: Sequence[int]) -> int:
     """The last one of those that begin with the most frequent token."""
-    if starts.size < 3:  # each token is as frequent as the other, or there is but one
-        return int(starts[-1])
-    _, which, counts = np.unique(history[starts], return_inverse=True, return_counts=True)
-    return int(starts[np.flatnonzero(counts[which] == counts.max())[-1]])
+    if len(starts) < 3:  # each token is as frequent as the other, or there is but one
+        return starts[-1]
+    tokens = history[starts].tolist()
+    counts = Counter(tokens)
+    most = max(counts.values())
+    return next(start for start, token in zip(reversed(starts), reversed(tokens), strict=True) if counts[token] == most)
