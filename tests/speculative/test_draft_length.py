@@ -14,7 +14,9 @@ from proa.kernels.cost import CostTable
 from proa.sampling.params import SamplingParams
 from proa.speculative.acceptance import Acceptance
 from proa.speculative.draft_length import (
+    LOOK_EVERY,
     PROBE_AFTER,
+    QUIET_AFTER,
     WINDOW,
     FixedLengths,
     MeasuredLengths,
@@ -156,7 +158,30 @@ def test_where_nothing_is_accepted_it_ends_in_plain_decoding_with_ever_rarer_tri
     tries = [number for number, length in enumerate(chosen) if length]
     assert set(chosen[200:]) == {0, 1} and sum(chosen[200:]) <= 5
     gaps = [later - earlier for earlier, later in itertools.pairwise(tries[-4:])]
-    assert all(later == pytest.approx(2 * earlier, abs=1) for earlier, later in itertools.pairwise(gaps))
+    slack = 1 if draft else 2 * LOOK_EVERY  # a text with nothing to propose is looked at in every fourth step
+    assert all(later == pytest.approx(2 * earlier, abs=slack) for earlier, later in itertools.pairwise(gaps))
+
+
+def test_a_text_in_which_nothing_is_found_is_looked_at_in_every_fourth_step() -> None:
+    lengths = policy(NATIVE)
+
+    def looks(steps: int) -> list[bool]:
+        asked: list[bool] = []
+        for _ in range(steps):
+            asked.append(lengths.limits({0: LONGEST, 1: 0}, ONE) == {0: LONGEST, 1: 0})
+            lengths.record(judged(0, 0))
+        return asked
+
+    assert looks(QUIET_AFTER) == [True] * QUIET_AFTER
+    assert looks(8) == [True, False, False, False] * 2
+    lengths.record(judged(2, 1))  # found something after all
+    assert looks(QUIET_AFTER) == [True] * QUIET_AFTER
+    with_model = policy(NATIVE, CHEAP_DRAFT)
+    first = with_model.limits({0: LONGEST}, ONE)
+    assert first[0] > 0
+    for _ in range(3 * QUIET_AFTER):  # whether a model runs is decided by its cost alone
+        assert with_model.limits({0: LONGEST}, ONE) == first
+        with_model.record(judged(0, 0))
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -249,7 +274,11 @@ def test_evidence_of_one_kind_says_nothing_about_another() -> None:
         length = decide(lengths, [5], kind=1)
         lengths.record(judged(length, 0))
     assert decide(lengths, [5], kind=1) == 0
-    assert decide(lengths, range(LONGEST), kind=3) > 0
+    chosen = []
+    for _ in range(LOOK_EVERY):
+        chosen.append(decide(lengths, range(LONGEST), kind=3))
+        lengths.record(judged(0, 0))
+    assert max(chosen) > 1
 
 
 def test_probabilities_are_cut_with_their_tokens() -> None:

@@ -18,7 +18,10 @@ from proa.speculative.protocol import DraftContext, Proposal, RequestVerdict, Ve
 MIN_CHANCE = 0.05
 """A token that is less likely right is not worth what its row costs outside of the forward."""
 PROBE_AFTER, PROBE_AT_MOST = 16, 1024
-"""Decisions for 0 before one token is tried again; doubled whenever that one is wrong."""
+"""Steps of decisions for 0 before one token is tried again; doubled whenever that one is wrong."""
+QUIET_AFTER, LOOK_EVERY = 16, 4
+"""Steps without a proposal, after which a request's text is looked at in every fourth only: finding nothing takes 0.2
+ms of a step, and what is found at last begins three tokens later at worst."""
 WINDOW = 64
 """Decisions for 0 in a row, over all requests, from which on speculation is said not to pay."""
 
@@ -140,10 +143,16 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Track:
-    """One request: its own acceptance, and by kind of evidence how often in a row 0 was chosen."""
+    """One request: its own acceptance, by kind of evidence how often in a row 0 was chosen, and for how many steps
+    nothing was proposed."""
 
     acceptance: Acceptance
     idle: Counter[int] = field(default_factory=Counter[int])
+    quiet: int = 0
+
+    @property
+    def is_looked_at(self) -> bool:
+        return self.quiet < QUIET_AFTER or self.quiet % LOOK_EVERY == 0
 
 
 class MeasuredLengths:
@@ -175,7 +184,7 @@ class MeasuredLengths:
         self._chosen = {}
         capped = {request_id: min(limit, self._longest) for request_id, limit in useful.items()}
         if self._costs.draft is None:
-            return capped
+            return {key: limit if self._track(key).is_looked_at else 0 for key, limit in capped.items()}
         return capped | self._choose({key: (1, limit) for key, limit in capped.items() if limit}, step)
 
     def cut(self, context: DraftContext, proposal: Proposal, step: Step) -> Proposal:
@@ -194,6 +203,8 @@ class MeasuredLengths:
 
     def record(self, verdict: Verdict) -> None:
         for entry in verdict.requests:
+            track = self._track(entry.request_id)
+            track.quiet = 0 if entry.proposed else track.quiet + 1
             choice = self._chosen.pop(entry.request_id, None)
             if choice is not None:
                 self._learn(entry, choice)
@@ -239,8 +250,9 @@ class MeasuredLengths:
         return {request_id: choice.length for request_id, choice in self._chosen.items()}
 
     def _track(self, request_id: int) -> _Track:
-        own = Acceptance(self._prior, above=self._all, weight=4, memory=64)
-        return self._tracks.setdefault(request_id, _Track(own))
+        if request_id not in self._tracks:
+            self._tracks[request_id] = _Track(Acceptance(self._prior, above=self._all, weight=4, memory=64))
+        return self._tracks[request_id]
 
     def _learn(self, entry: RequestVerdict, choice: _Choice) -> None:
         track = self._track(entry.request_id)
@@ -249,7 +261,7 @@ class MeasuredLengths:
         if choice.length:
             track.idle[choice.kind] = 0
         else:
-            track.idle[choice.kind] += 1
+            track.idle[choice.kind] += 1 if track.quiet < QUIET_AFTER or self._costs.draft else LOOK_EVERY
         if not choice.is_probe:
             self._unpaid = 0 if choice.length else self._unpaid + 1
         if not entry.proposed:
