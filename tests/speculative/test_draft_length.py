@@ -295,7 +295,7 @@ def test_probabilities_are_cut_with_their_tokens() -> None:
 def test_it_is_said_once_when_speculation_does_not_pay() -> None:
     notes: list[str] = []
     lengths = policy(LINEAR, note=notes.append)
-    play(lengths, WINDOW - 1, lambda number, proposed: 0)
+    play(lengths, WINDOW - LOOK_EVERY, lambda number, proposed: 0)  # each look stands for so many steps
     assert not notes and lengths.metrics()["pays"]
     play(lengths, 3 * WINDOW, lambda number, proposed: 0)
     assert len(notes) == 1 and notes[0].startswith("speculative/does-not-pay: ") and LINEAR.digest[:8] in notes[0]
