@@ -90,11 +90,8 @@ def _slots(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-class DeltaOps(Protocol):
-    """Linear attention by the delta rule. Chosen by the plan's `linear_attention.<phase>`, one per phase; phases of one
-    runner share the slots, whose arrangement is DeltaState's for every backend."""
-
-    name: str
+class DeltaCalls(Protocol):
+    """Linear attention by the delta rule, as a backend and as a runner's kernels have it."""
 
     def delta(
         self,
@@ -120,3 +117,10 @@ class DeltaOps(Protocol):
         """Apply kept inputs again, `counts` [B] rows of each request: the states that decoding them would have left,
         bit for bit. `slots.kept` says which, in order; there are no results."""
         ...
+
+
+class DeltaOps(DeltaCalls, Protocol):
+    """A backend. Chosen by the plan's `linear_attention.<phase>`, one per phase; phases of one runner share the slots,
+    whose arrangement is DeltaState's for every backend."""
+
+    name: str

@@ -151,8 +151,9 @@ class _Track:
     quiet: int = 0
 
     @property
-    def is_looked_at(self) -> bool:
-        return self.quiet < QUIET_AFTER or self.quiet % LOOK_EVERY == 0
+    def stride(self) -> int:
+        """In how many steps a free drafter looks once."""
+        return 1 if self.quiet < QUIET_AFTER else LOOK_EVERY
 
 
 class MeasuredLengths:
@@ -184,7 +185,8 @@ class MeasuredLengths:
         self._chosen = {}
         capped = {request_id: min(limit, self._longest) for request_id, limit in useful.items()}
         if self._costs.draft is None:
-            return {key: limit if self._track(key).is_looked_at else 0 for key, limit in capped.items()}
+            tracks = {key: self._track(key) for key in capped}
+            return {key: 0 if tracks[key].quiet % tracks[key].stride else limit for key, limit in capped.items()}
         return capped | self._choose({key: (1, limit) for key, limit in capped.items() if limit}, step)
 
     def cut(self, context: DraftContext, proposal: Proposal, step: Step) -> Proposal:
@@ -257,7 +259,7 @@ class MeasuredLengths:
     def _learn(self, entry: RequestVerdict, choice: _Choice) -> None:
         track = self._track(entry.request_id)
         # A decision stands for the steps in which nobody looked.
-        steps = 1 if track.quiet < QUIET_AFTER or self._costs.draft else LOOK_EVERY
+        steps = track.stride if self._costs.draft is None else 1
         self._histogram[choice.length] += 1
         self._probes += choice.is_probe
         if choice.length:

@@ -7,16 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from proa.arch.delta_blocks import DeltaSpec
-from proa.kernels.delta import NONE, DeltaRows, DeltaState, DeltaWeights, StateSlots
+from proa.kernels.delta import NONE, DeltaCalls, DeltaRows, DeltaState, StateSlots
 from proa.kernels.probing.delta import one_request, random_weights
 from proa.kernels.rollback import RollbackCase, RollbackCosts
-from proa.kernels.seam import Segment
 from proa.units import Phase, Rollback
 
 BUDGET = 0.25
@@ -25,27 +23,9 @@ MAX_BYTES = 64 * 2**20
 """For states: more layers than fit are counted, not timed. So many bytes leave the caches as cold as a model does."""
 
 
-class DeltaKernels(Protocol):
-    """All that measuring needs of a runner's kernels (kernels/kernel_set.py)."""
-
-    def delta(
-        self,
-        rows: DeltaRows,
-        weights: DeltaWeights,
-        spec: DeltaSpec,
-        state: DeltaState,
-        segment: Segment,
-        slots: StateSlots,
-    ) -> torch.Tensor: ...
-
-    def replay(
-        self, weights: DeltaWeights, spec: DeltaSpec, state: DeltaState, counts: np.ndarray, slots: StateSlots
-    ) -> None: ...
-
-
 def measure_rollback(
     case: RollbackCase,
-    kernels: DeltaKernels,
+    kernels: DeltaCalls,
     dtypes: tuple[torch.dtype, torch.dtype],
     clock: Callable[[], float] = time.perf_counter,
 ) -> RollbackCosts:
@@ -87,7 +67,7 @@ class _Steps:
         spec: DeltaSpec,
         number: int,
         way: Rollback,
-        kernels: DeltaKernels,
+        kernels: DeltaCalls,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
         self._case, self._spec, self._kernels = case, spec, kernels
